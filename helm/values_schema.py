@@ -227,6 +227,7 @@ def _storage() -> dict[str, Schema]:
                         "password": FLAG,
                         "username": TEXT,
                         "cidrs": list_of(CIDR),
+                        "peers": KUBERNETES_LIST,
                     },
                 ),
                 "resources": RESOURCES,
@@ -275,6 +276,7 @@ def _reach() -> dict[str, Schema]:
             {
                 "enabled": FLAG,
                 "className": SUBDOMAIN,
+                "controller": one_of("", "nginx"),
                 "host": HOST,
                 "tlsSecret": SUBDOMAIN,
                 "insecure": FLAG,
@@ -300,9 +302,12 @@ def _reach() -> dict[str, Schema]:
         "networkPolicy": closed(
             {
                 "enabled": FLAG,
-                **dict.fromkeys(("apiFrom", "metricsFrom", "operatorFrom", "dns"), KUBERNETES_LIST),
+                **dict.fromkeys(("apiFrom", "metricsFrom", "operatorFrom", "dns", "extraEgress"), KUBERNETES_LIST),
+                "dnsPorts": list_of(PORT, minItems=1),
                 "toolEgress": list_of(tool_egress),
-                "kubernetesApi": closed({"cidrs": list_of(CIDR), "ports": list_of(PORT, minItems=1)}),
+                "kubernetesApi": closed(
+                    {"cidrs": list_of(CIDR), "peers": KUBERNETES_LIST, "ports": list_of(PORT, minItems=1)}
+                ),
             }
         ),
     }
@@ -333,6 +338,7 @@ def _load() -> dict[str, Schema]:
                 "labels": LABELS,
                 "keySecret": SECRET_KEY,
                 "rules": FLAG,
+                "runbooksUrl": {"type": "string", "pattern": "^(https?://[^#]+)?$"},
                 "dashboards": FLAG,
                 "dashboardLabels": {**LABELS, "minProperties": 1},
             }

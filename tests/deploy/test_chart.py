@@ -215,6 +215,13 @@ def test_pods_are_placed_as_their_values_say() -> None:
     assert (head["schedulerName"], head["priorityClassName"]) == ("volcano", "high")
     assert (worker["schedulerName"], worker["runtimeClassName"]) == ("kueue", "nvidia")
     assert next(one for one in head["volumes"] if one["name"] == "shm")["emptyDir"]["sizeLimit"] == "4Gi"
+    documents = rendered(ACCEPTED["places of all pods"])
+    others = {name: pod["spec"] for name, pod in pods(documents) if name.split()[0] in ("Pod", "Deployment", "Job")}
+    assert len(others) == 3  # the test, the seats, the download
+    toleration = {"key": "agents", "operator": "Exists"}
+    for name, pod in others.items():
+        assert (pod["schedulerName"], pod["priorityClassName"]) == ("volcano", "high"), name
+        assert pod["nodeSelector"] == {"pool": "cpu"} and toleration in pod["tolerations"], name
     redis = of_kind(rendered(ACCEPTED["Redis placed"]), "StatefulSet")["spec"]["template"]["spec"]
     assert (redis["schedulerName"], redis["priorityClassName"]) == ("volcano", "high")
     load_balancer = of_kind(rendered(ACCEPTED["load balancer"]), "RayService")["spec"]["serveService"]["spec"]
@@ -222,6 +229,22 @@ def test_pods_are_placed_as_their_values_say() -> None:
     profile = {"type": "Localhost", "localhostProfile": "profiles/user-namespaces.json"}
     for _, pod in pods(rendered(ACCEPTED["own seccomp profile"])):
         assert pod["spec"]["securityContext"]["seccompProfile"] == profile
+
+
+def test_a_download_to_a_volume_of_one_node_is_where_its_workers_are() -> None:
+    head = {"head": {"nodeSelector": {"pool": "cpu"}, "affinity": {"nodeAffinity": {}}}}
+    worker = {"workerGroups": {"workers": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}}}
+    rendered = template(head, worker, {"modelCache": {"accessMode": "ReadWriteOnce"}}, preset="gpu")
+    pod = of_kind(rendered, "Job")["spec"]["template"]["spec"]
+    assert "nodeSelector" not in pod and pod["affinity"].keys() == {"podAffinity"}
+    assert {"key": "gpu", "operator": "Exists"} in pod["tolerations"]
+
+
+def test_a_redis_that_reads_its_data_is_not_killed() -> None:
+    (container,) = of_kind(template(preset="cpu"), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    start, alive = container["startupProbe"], container["livenessProbe"]
+    assert start["exec"] == alive["exec"], "it answers with LOADING until it has read its data"
+    assert start["periodSeconds"] * start["failureThreshold"] >= 3600 and "failureThreshold" not in alive
 
 
 def test_a_route_uses_the_inference_pool() -> None:

@@ -1,5 +1,6 @@
 """What an upgrade changes in place, what makes a new Ray cluster, and what is another object each time."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.deploy.value_sets import EXTERNAL_REDIS, OWN_SECRETS, SCALED
 
 pytestmark = needs_helm
 
+COUNTS = ("replicas", "minReplicas", "maxReplicas")
 DOWNLOAD = {"modelCache": {"enabled": True, "download": {"enabled": True}}}
 NEW_CLUSTER_KEYS = {
     "http.request_timeout_s": 60,
@@ -25,14 +27,22 @@ NEW_CLUSTER_KEYS = {
 
 
 def hashed(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """What KubeRay hashes: the specification of the Ray cluster without the numbers of its workers."""
-    cluster: dict[str, Any] = of_kind(documents, "RayService")["spec"]["rayClusterConfig"]
+    """What KubeRay 1.7 hashes. With an equal hash it does nothing, so that what is left out here is not applied."""
+    cluster = ray_cluster(documents)
     # It takes new groups at the end of the list into the running cluster.
     cluster["workerGroupSpecs"] = cluster["workerGroupSpecs"][:1]
     for group in cluster["workerGroupSpecs"]:
-        for number in ("replicas", "minReplicas", "maxReplicas"):
+        for number in COUNTS:
             del group[number]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        group["template"]["spec"].pop("tolerations", None)
     return cluster
+
+
+def ray_cluster(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    found = of_kind(documents, "RayService")["spec"]["rayClusterConfig"]
+    assert isinstance(found, dict)
+    return found
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -77,18 +87,19 @@ def test_configuration_is_changed_in_place_but_for_the_keys_that_the_documentati
     for path, value in NEW_CLUSTER_KEYS.items():
         assert hashed(template({"config": nested(path, value)}, preset="cpu")) != before, path
     text = (ROOT / "docs" / "deployment.md").read_text()
-    (row,) = (line for line in text.splitlines() if line.startswith("| `config`: "))
-    assert set(re.findall(r"`([a-z_]+\.[a-z_]+)`", row.split("|")[1])) == NEW_CLUSTER_KEYS.keys()
+    rows = [line for line in text.splitlines() if line.startswith("| `config`: ")]
+    assert set(re.findall(r"`([a-z_]+\.[a-z_]+)`", rows[0].split("|")[1])) == NEW_CLUSTER_KEYS.keys()
+    assert [re.findall(r"`([a-z_]+\.[a-z_]+)`", row.split("|")[1]) for row in rows[1:]] == [["replicas.max"]]
 
 
+TOLERATIONS = [{"key": "gpu", "operator": "Exists"}]
 IN_PLACE: dict[str, dict[str, Any]] = {
-    "workers": {"workerGroups": {"workers": {"replicas": 5}}},
-    "bounds of workers": {"workerGroups": {"workers": {"maxReplicas": 9}}},
     "service": {"service": {"type": "NodePort"}},
     "networking": {"ingress": {"enabled": True, "insecure": True}, "networkPolicy": {"enabled": False}},
     "monitoring": {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True}},
     "budgets": {"podDisruptionBudgets": {"enabled": False}},
     "Redis": {"redis": {"resources": {"limits": {"memory": "2Gi"}}}},
+    "image of Redis": {"redis": {"image": {"tag": "7.4.3-bookworm"}}},
     "keys": {"keys": {"entries": [{"tenant": "a", "sha256": "0" * 64, "roles": ["serve"]}]}},
     "upgrades": {"upgrade": {"strategy": "None"}},
     "another group, sorted last": {"workerGroups": {"z": {"replicas": 1, "resources": {"requests": {}, "limits": {}}}}},
@@ -98,6 +109,8 @@ NEW_CLUSTER: dict[str, dict[str, Any]] = {
     "drain": {"drain": {"marginSeconds": 1}},
     "environment": {"env": [{"name": "A", "value": "1"}]},
     "head": {"head": {"nodeSelector": {"a": "b"}}},
+    "tolerations of the head": {"head": {"tolerations": TOLERATIONS}},
+    "tolerations of workers": {"workerGroups": {"workers": {"tolerations": TOLERATIONS}}},
     "labels": {"commonLabels": {"team": "a"}},
     "keys off": {"keys": {"enabled": False}},
     "Ray's token": {"rayAuth": {"existingSecret": "r"}},
@@ -118,6 +131,31 @@ def test_what_is_changed_in_place(name: str) -> None:
 @pytest.mark.parametrize("name", NEW_CLUSTER)
 def test_what_makes_a_new_ray_cluster(name: str) -> None:
     assert hashed(template(NEW_CLUSTER[name], preset="cpu")) != hashed(template(preset="cpu"))
+
+
+def test_pods_that_tolerate_nothing_have_no_digest_and_annotations_of_the_user_stay() -> None:
+    assert "annotations" not in ray_cluster(template(preset="cpu"))["headGroupSpec"]["template"]["metadata"]
+    head = {"head": {"tolerations": TOLERATIONS, "podAnnotations": {"a": "1"}}}
+    annotations = ray_cluster(template(head, preset="cpu"))["headGroupSpec"]["template"]["metadata"]["annotations"]
+    assert annotations.keys() == {"a", "checksum/tolerations"} and annotations["a"] == "1"
+
+
+@pytest.mark.parametrize("values", [{}, SCALED], ids=["fixed", "scaled"])
+def test_kuberay_ignores_numbers_of_workers_and_the_documented_command_changes_them(values: dict[str, Any]) -> None:
+    counts = {"workerGroups": {"workers": {"replicas": 3, "minReplicas": 2, "maxReplicas": 9}}}
+    before, after = (ray_cluster(template(values, *more, preset="cpu")) for more in ((), (counts,)))
+    differ = {key for key, value in after["workerGroupSpecs"][0].items() if before["workerGroupSpecs"][0][key] != value}
+    assert differ == set(COUNTS)
+    assert hashed(template(values, counts, preset="cpu")) == hashed(template(values, preset="cpu"))
+    (command,) = re.findall(r"--patch '(\[.+?\])'", (ROOT / "docs" / "deployment.md").read_text(), re.DOTALL)
+    for step in json.loads(command):
+        assert step["op"] == "replace"
+        place, found = step["path"].strip("/").split("/"), before
+        assert place[0] == "spec"
+        for part in place[1:]:
+            found = found[int(part) if part.isdigit() else part]  # type: ignore[call-overload]
+        assert isinstance(found, int)
+    assert {step["path"].rsplit("/", 1)[1] for step in json.loads(command)} == set(COUNTS)
 
 
 def test_limits_of_autoscaling_are_changed_in_place() -> None:

@@ -264,6 +264,30 @@ ACCEPTED: dict[str, Accepted] = {
         {"networkPolicy": {"toolEgress": [{"cidr": "203.0.113.0/24", "ports": [443], "except": ["203.0.113.9/32"]}]}}
     ),
     "IPv6": Accepted({"networkPolicy": {"toolEgress": [{"cidr": "::/0"}, {"cidr": "2001:db8::/32", "ports": [443]}]}}),
+    "peers inside the cluster": Accepted(
+        {
+            "redis": {
+                "bundled": False,
+                "existingSecret": "s",
+                "external": {"host": "redis.db", "peers": [{"namespaceSelector": {"matchLabels": {"a": "db"}}}]},
+            },
+            "autoscaling": {"enabled": True},
+            "networkPolicy": {
+                "dns": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}}],
+                "dnsPorts": [5353],
+                "kubernetesApi": {"peers": [{"podSelector": {"matchLabels": {"app": "vcluster"}}}]},
+                "extraEgress": [
+                    {
+                        "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "otel"}}}],
+                        "ports": [{"port": 4317, "protocol": "TCP"}],
+                    }
+                ],
+            },
+        }
+    ),
+    "ingress of a class with another name": Accepted(
+        {"ingress": {"enabled": True, "className": "internal", "controller": "nginx", "tlsSecret": "tls"}}
+    ),
     # load
     "autoscaling": Accepted(SCALED, "gpu"),
     "autoscaling from no worker on": Accepted(scaled_group(replicas=0, minReplicas=0)),
@@ -292,6 +316,7 @@ ACCEPTED: dict[str, Accepted] = {
                 "scrape": "ingress",
                 "keySecret": {"name": "caesura-metrics", "key": "key"},
                 "rules": True,
+                "runbooksUrl": "https://docs.example/runbooks.html",
                 "dashboards": True,
             }
         }
@@ -317,6 +342,19 @@ ACCEPTED: dict[str, Accepted] = {
             "envFrom": [{"secretRef": {"name": "tools"}}],
             "serviceAccount": {"annotations": {"a": "b"}},
         }
+    ),
+    "places of all pods": Accepted(
+        {
+            **SCALED,
+            "head": {
+                "priorityClassName": "high",
+                "schedulerName": "volcano",
+                "nodeSelector": {"pool": "cpu"},
+                "tolerations": [{"key": "agents", "operator": "Exists"}],
+            },
+            "modelCache": {"accessMode": "ReadWriteMany"},
+        },
+        "gpu",
     ),
     "variables": Accepted(
         {
@@ -447,6 +485,9 @@ REFUSED: dict[str, Refused] = {
         {"inferencePool": {"enabled": True, "endpointPicker": {"name": "x"}}}, "the cluster has no InferencePool"
     ),
     "a pool without a picker": Refused({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
+    "no ports of DNS": Refused({"networkPolicy": {"dnsPorts": []}}, "networkPolicy.dnsPorts"),
+    "a controller without annotations of the chart": Refused({"ingress": {"controller": "traefik"}}, "controller"),
+    "runbooks of a path": Refused({"monitoring": {"runbooksUrl": "docs/runbooks.md"}}, "monitoring.runbooksUrl"),
     # storage
     "download without a cache": Refused({"modelCache": {"download": {"enabled": True}}}, "needs modelCache.enabled"),
     "download to a read-only volume": Refused({"modelCache": {"readOnly": True}}, "cannot be written", "gpu"),

@@ -94,8 +94,8 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if not (.Capabilities.APIVersions.Has "inference.networking.k8s.io/v1/InferencePool") }}{{ fail "inferencePool.enabled: the cluster has no InferencePool (inference.networking.k8s.io/v1); install its CRD, or give --api-versions to `helm template`" }}{{ end -}}
 {{- end -}}
 {{- if and .Values.service.loadBalancerClass (ne .Values.service.type "LoadBalancer") }}{{ fail "service.loadBalancerClass: needs service.type: LoadBalancer" }}{{ end -}}
-{{- if and .Values.networkPolicy.enabled (include "caesura.scalesWorkers" .) (not .Values.networkPolicy.kubernetesApi.cidrs) }}{{ fail "networkPolicy.kubernetesApi.cidrs: Ray's autoscaler asks the Kubernetes API; say where it is" }}{{ end -}}
-{{- if and .Values.networkPolicy.enabled (not .Values.redis.bundled) (not .Values.redis.external.cidrs) }}{{ fail "redis.external.cidrs: say where the Redis is, so that the NetworkPolicy lets it be reached" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled (include "caesura.scalesWorkers" .) (not .Values.networkPolicy.kubernetesApi.cidrs) (not .Values.networkPolicy.kubernetesApi.peers) }}{{ fail "networkPolicy.kubernetesApi.cidrs: Ray's autoscaler asks the Kubernetes API; say where it is, there or in peers" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.redis.bundled) (not .Values.redis.external.cidrs) (not .Values.redis.external.peers) }}{{ fail "redis.external.cidrs: say where the Redis is, there or in peers, so that the NetworkPolicy lets it be reached" }}{{ end -}}
 {{- end -}}
 
 {{- define "caesura.checkStorage" -}}

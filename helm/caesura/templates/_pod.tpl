@@ -8,7 +8,10 @@ metadata:
     {{- include "caesura.podLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- with .group.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- with .group.podAnnotations }}
+  {{- /* KubeRay's comparison of clusters leaves tolerations out, so that their digest stands where it looks. */}}
+  {{- $annotations := dict }}
+  {{- with .group.tolerations }}{{ $_ := set $annotations "checksum/tolerations" (toJson . | sha256sum | trunc 16) }}{{ end }}
+  {{- with mergeOverwrite $annotations (default dict .group.podAnnotations) }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
