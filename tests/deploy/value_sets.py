@@ -279,7 +279,7 @@ ACCEPTED: dict[str, Accepted] = {
     ),
     "never upgraded": Accepted({"upgrade": {"strategy": "None"}}),
     "no budgets": Accepted({"podDisruptionBudgets": {"enabled": False}}),
-    "budgets in percent": Accepted({"podDisruptionBudgets": {"workersMaxUnavailable": "25%"}}),
+    "no worker may leave": Accepted({"podDisruptionBudgets": {"workersMaxUnavailable": 0}}),
     # monitoring
     "scraped pods": Accepted(
         {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True, "labels": {"release": "prom"}}}
@@ -423,6 +423,10 @@ REFUSED: dict[str, Refused] = {
     "fewer workers than the minimum": Refused(
         scaled_group(replicas=1, minReplicas=2), "workerGroups.workers.replicas: 1 is not"
     ),
+    "budgets in percent": Refused(
+        {"podDisruptionBudgets": {"workersMaxUnavailable": "25%"}}, "podDisruptionBudgets.workersMaxUnavailable"
+    ),
+    "a budget of the head": Refused({"podDisruptionBudgets": {"headMaxUnavailable": 1}}, "headMaxUnavailable"),
     "at least one group": Refused({"workerGroups": {"workers": None}}, "at least one group"),
     "kubernetesApi.cidrs": Refused({"autoscaling": {"enabled": True}}, "kubernetesApi.cidrs"),
     "gatewayClassName": Refused(
