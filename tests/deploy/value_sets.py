@@ -478,6 +478,12 @@ REFUSED: dict[str, Refused] = {
         },
         "redis.external.caSecret",
     ),
+    "Redis without a limit": Refused(
+        {"redis": {"resources": {"limits": {"memory": None}}}}, "redis.resources.limits.memory: the Redis"
+    ),
+    "a limit of Redis that cannot be read": Refused(
+        {"redis": {"resources": {"limits": {"memory": "1GB"}}}}, "redis.resources.limits.memory: 1GB is no number"
+    ),
     # secrets
     "keys are made only where they are kept": Refused({"generateSecrets": "auto"}, "keys.existingSecret: the chart"),
     "a password is made only where it is kept": Refused(
