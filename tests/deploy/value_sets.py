@@ -239,6 +239,22 @@ ACCEPTED: dict[str, Accepted] = {
         "gpu",
         only_this_preset=True,
     ),
+    "host tiers that fill the shared memory": Accepted(
+        {
+            "config": {**LARGE, "replicas": {**gpus(4, 2), "cpu_offload_bytes": 4 << 30}},
+            "workerGroups": {**gpu_group(2, 4, sharedMemory="8Gi"), "small": gpu_group(1, 4)["big"]},
+        },
+        "gpu",
+        only_this_preset=True,
+    ),
+    "a part of a host tier on each node": Accepted(
+        {
+            "config": {**LARGE, "replicas": {**gpus(1, 8), "cpu_offload_bytes": 8 << 30}},
+            "workerGroups": gpu_group(2, 4, sharedMemory="4Gi"),
+        },
+        "gpu",
+        only_this_preset=True,
+    ),
     # networking
     "ingress": Accepted({"ingress": {"enabled": True, "className": "nginx", "host": "a.example", "tlsSecret": "tls"}}),
     "ingress, any host": Accepted({"ingress": {"enabled": True, "insecure": True}}),
@@ -405,6 +421,32 @@ REFUSED: dict[str, Refused] = {
     ),
     "elastic replicas, too few GPUs": Refused(
         {**elastic(max=8), "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 8 GPUs", "gpu"
+    ),
+    "a host tier above the shared memory": Refused(
+        {"config": {"replicas": {"cpu_offload_bytes": 17 << 30}}},
+        "workerGroups.workers.sharedMemory: 16Gi has less than 18253611008 bytes, which config.replicas.cpu_",
+        "gpu",
+    ),
+    "two host tiers in a pod": Refused(
+        {"workerGroups": {"h100": {"sharedMemory": "511Gi"}}},
+        "workerGroups.h100.sharedMemory: 511Gi has less than 549755813888 bytes",
+        "h100-tp4",
+    ),
+    "ranks with a host tier each": Refused(
+        {
+            "config": {**LARGE, "replicas": {**gpus(1, 1), "data_parallel_size": 4, "cpu_offload_bytes": 1 << 30}},
+            "workerGroups": gpu_group(1, 4, sharedMemory="3Gi"),
+        },
+        "workerGroups.big.sharedMemory: 3Gi has less than 4294967296 bytes",
+    ),
+    "a part of a host tier": Refused(
+        {
+            "config": {
+                "models": {"b": {"source": "/models/b", "replicas": {**gpus(1, 8), "cpu_offload_bytes": 8 << 30}}}
+            },
+            "workerGroups": gpu_group(2, 4),
+        },
+        "workerGroups.big.sharedMemory: 1Gi has less than 4294967296 bytes, which config.models.b.replicas",
     ),
     # load
     "ranks do not follow the load": Refused(
