@@ -208,6 +208,27 @@ ACCEPTED: dict[str, Accepted] = {
     "download with a token": Accepted(
         {"modelCache": {"download": {"existingSecret": "7"}}}, "gpu", only_this_preset=True
     ),
+    "adapters and draft models from the hub": Accepted(
+        {
+            "config": {
+                "model": {"adapters": {"a": {"path": "org/adapter"}, "b": {"path": "/models/b"}}},
+                "engine": {
+                    "speculative_config": {"method": "eagle3", "model": "org/eagle", "num_speculative_tokens": 3}
+                },
+                "models": {
+                    "one": {
+                        "source": "/models/one",
+                        "adapters": {"c": {"path": "org/third"}, "d": {"path": "org/adapter"}},
+                        "engine": {"speculative_config": {"model": "./draft", "num_speculative_tokens": 2}},
+                    },
+                    "two": {"engine": {"speculative_config": {"model": "org/draft", "num_speculative_tokens": 2}}},
+                    "three": {"engine": {"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 2}}},
+                },
+            }
+        },
+        "gpu",
+        only_this_preset=True,
+    ),
     "numeric storage class": Accepted({"modelCache": {"enabled": True, "storageClassName": "1"}}),
     "tensor parallel over two nodes": Accepted(
         {"config": {**LARGE, "replicas": gpus(1, 8)}, "workerGroups": gpu_group(2, 4)}, "gpu", only_this_preset=True
