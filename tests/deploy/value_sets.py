@@ -476,6 +476,14 @@ REFUSED: dict[str, Refused] = {
     "two that decide the number": Refused(
         {**SCALED, "config": {"replicas": {"max": 4}}}, "KEDA and config.replicas.max would both decide"
     ),
+    "a minimum above the maximum": Refused(elastic(min=5, max=4), "config.replicas.min: 5 exceeds max (4)"),
+    "a minimum without a maximum": Refused({"config": {"replicas": {"min": 0}}}, "config.replicas.min: needs max"),
+    "elastic groups of ranks": Refused(
+        elastic(max=4, data_parallel_size=2), "config.replicas.data_parallel_size: 2 needs a fixed count"
+    ),
+    "a further model's minimum": Refused(
+        {"config": {"models": {"b": {"source": "/b", "replicas": {"min": 1}}}}}, "config.models.b.replicas.min: needs"
+    ),
     "elastic replicas need the Kubernetes API": Refused({"config": {"replicas": {"max": 4}}}, "kubernetesApi.cidrs"),
     "bounds of autoscaling": Refused(
         {**SCALED, "autoscaling": {"enabled": True, "minReplicas": 5}}, "autoscaling.minReplicas: 5 exceeds"

@@ -19,7 +19,19 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if or .Values.autoscaling.enabled (include "caesura.elasticModels" . | trim) }}true{{ end -}}
 {{- end -}}
 
+{{- /* As Caesura refuses them when it starts. Of: key, of (the replicas of a model). */ -}}
+{{- define "caesura.checkBounds" -}}
+{{- $min := get .of "min" -}}
+{{- $max := get .of "max" | int -}}
+{{- $ranks := dig "data_parallel_size" 1 .of | int -}}
+{{- if and (not $max) (hasKey .of "min") (not (kindIs "invalid" $min)) }}{{ fail (printf "%s.min: needs max, the largest number of replicas" .key) }}{{ end -}}
+{{- if and $max (gt (int $min) $max) }}{{ fail (printf "%s.min: %d exceeds max (%d)" .key (int $min) $max) }}{{ end -}}
+{{- if and $max (gt $ranks 1) }}{{ fail (printf "%s.data_parallel_size: %d needs a fixed count, without max: groups of ranks do not follow the load" .key $ranks) }}{{ end -}}
+{{- end -}}
+
 {{- define "caesura.checkScaling" -}}
+{{- include "caesura.checkBounds" (dict "key" "config.replicas" "of" (dig "replicas" dict .Values.config)) -}}
+{{- range $id, $model := dig "models" dict .Values.config }}{{ include "caesura.checkBounds" (dict "key" (printf "config.models.%s.replicas" $id) "of" (dig "replicas" dict $model)) }}{{ end -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- $elastic := include "caesura.elasticModels" . | trim | splitList "\n" | compact -}}
 {{- if and $scaling.enabled $elastic -}}
