@@ -14,7 +14,7 @@ from tests.deploy.chart import CHART, PRESETS, helm, needs_helm, of_kind, pods, 
 from tests.deploy.chart import Refused as Refusal
 from tests.deploy.definitions import definition_problems
 from tests.deploy.shapes import problems
-from tests.deploy.value_sets import ACCEPTED, EXTERNAL_REDIS, REFUSED, SCALED, Accepted
+from tests.deploy.value_sets import ACCEPTED, EXTERNAL_REDIS, REFUSED, SCALED, Accepted, scaled_group
 
 pytestmark = needs_helm
 
@@ -293,6 +293,7 @@ def test_a_redis_without_a_user_has_the_default_one() -> None:
         (None, {"workerGroups": {"workers": {"replicas": 4}}}, 2),
         (None, {"workerGroups": {"workers": {"replicas": 3, "resources": {"requests": {"cpu": "2500m"}}}}}, None),
         (None, {"workerGroups": {"workers": {"replicas": 4, "resources": {"requests": {"cpu": "2500m"}}}}}, 2),
+        ("gpu", scaled_group(replicas=0, minReplicas=0), None),
         ("gpu", {"config": {"http": {"ingress_replicas": 1}}}, 1),
         ("gpu", {"config": {"http": {"max_concurrent_requests": 9}}}, 2),
     ],

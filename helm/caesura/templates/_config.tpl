@@ -22,7 +22,7 @@
 {{- if $group -}}
 {{- $cpu := dig "resources" "requests" "cpu" "0" $group | toString -}}
 {{- $each := ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) ($cpu | float64) (hasSuffix "m" $cpu) -}}
-{{- $cpus = addf $cpus (mulf $each (float64 (default 1 $group.replicas))) -}}
+{{- $cpus = addf $cpus (mulf $each (float64 (ternary $group.replicas 1 (hasKey $group "replicas")))) -}}
 {{- end -}}
 {{- end -}}
 {{- $cpus -}}
