@@ -208,6 +208,9 @@ ACCEPTED: dict[str, Accepted] = {
     "download with a token": Accepted(
         {"modelCache": {"download": {"existingSecret": "7"}}}, "gpu", only_this_preset=True
     ),
+    "a model claim of one node": Accepted(
+        {"modelCache": {"accessMode": "ReadWriteOnce"}, "upgrade": {"strategy": "None"}}, "gpu"
+    ),
     "adapters and draft models from the hub": Accepted(
         {
             "config": {
