@@ -17,6 +17,7 @@ pytestmark = needs_helm
 DOWNLOAD = {"modelCache": {"enabled": True, "download": {"enabled": True}}}
 NEW_CLUSTER_KEYS = {
     "http.request_timeout_s": 60,
+    "programs.max_wall_s": 7200,
     "http.max_concurrent_requests": 7,
     "http.max_header_bytes": 9999,
     "logs.format": "json",
@@ -77,8 +78,9 @@ def test_configuration_is_changed_in_place_but_for_the_keys_that_the_documentati
     for path, value in NEW_CLUSTER_KEYS.items():
         assert hashed(template({"config": nested(path, value)}, preset="cpu")) != before, path
     text = (ROOT / "docs" / "deployment.md").read_text()
-    (row,) = (line for line in text.splitlines() if line.startswith("| `config`: "))
-    assert set(re.findall(r"`([a-z_]+\.[a-z_]+)`", row.split("|")[1])) == NEW_CLUSTER_KEYS.keys()
+    rows = [line for line in text.splitlines() if line.startswith("| `config`: ")]
+    assert set(re.findall(r"`([a-z_]+\.[a-z_]+)`", rows[0].split("|")[1])) == NEW_CLUSTER_KEYS.keys()
+    assert [re.findall(r"`([a-z_]+\.[a-z_]+)`", row.split("|")[1]) for row in rows[1:]] == [["replicas.max"]]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -33,6 +33,12 @@
 {{- dig "http" "request_timeout_s" 1200 .Values.config | ceil | int64 -}}
 {{- end -}}
 
+{{- /* Seconds: the longest request, which is a turn or a whole run, and the margin. */ -}}
+{{- define "caesura.longestRequest" -}}
+{{- $run := dig "programs" "max_wall_s" 3600 .Values.config | ceil | int64 -}}
+{{- add (max (include "caesura.longestTurn" . | int64) $run) (int64 .Values.drain.marginSeconds) -}}
+{{- end -}}
+
 {{- define "caesura.grace" -}}
 {{- add (include "caesura.longestTurn" . | int64) (int64 .Values.drain.marginSeconds) -}}
 {{- end -}}
