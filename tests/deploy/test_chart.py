@@ -209,14 +209,6 @@ def test_a_download_goes_where_its_values_say() -> None:
     assert "/etc/company" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
-def test_adapters_and_draft_models_are_downloaded_too() -> None:
-    """Workers do not connect to the hub where there is a download."""
-    job = of_kind(rendered(ACCEPTED["adapters and draft models from the hub"]), "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    wanted = {"Qwen/Qwen3-8B", "org/adapter", "org/eagle", "org/third", "org/draft"}
-    assert set(container["args"]) == wanted and len(container["args"]) == len(wanted)
-
-
 def test_pods_are_placed_as_their_values_say() -> None:
     ray = cluster(rendered(ACCEPTED["places"]))
     head, worker = ray["headGroupSpec"]["template"]["spec"], ray["workerGroupSpecs"][0]["template"]["spec"]

@@ -211,27 +211,6 @@ ACCEPTED: dict[str, Accepted] = {
     "a model claim of one node": Accepted(
         {"modelCache": {"accessMode": "ReadWriteOnce"}, "upgrade": {"strategy": "None"}}, "gpu"
     ),
-    "adapters and draft models from the hub": Accepted(
-        {
-            "config": {
-                "model": {"adapters": {"a": {"path": "org/adapter"}, "b": {"path": "/models/b"}}},
-                "engine": {
-                    "speculative_config": {"method": "eagle3", "model": "org/eagle", "num_speculative_tokens": 3}
-                },
-                "models": {
-                    "one": {
-                        "source": "/models/one",
-                        "adapters": {"c": {"path": "org/third"}, "d": {"path": "org/adapter"}},
-                        "engine": {"speculative_config": {"model": "./draft", "num_speculative_tokens": 2}},
-                    },
-                    "two": {"engine": {"speculative_config": {"model": "org/draft", "num_speculative_tokens": 2}}},
-                    "three": {"engine": {"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 2}}},
-                },
-            }
-        },
-        "gpu",
-        only_this_preset=True,
-    ),
     "numeric storage class": Accepted({"modelCache": {"enabled": True, "storageClassName": "1"}}),
     "tensor parallel over two nodes": Accepted(
         {"config": {**LARGE, "replicas": gpus(1, 8)}, "workerGroups": gpu_group(2, 4)}, "gpu", only_this_preset=True
@@ -259,22 +238,6 @@ ACCEPTED: dict[str, Accepted] = {
             "autoscaling": {"enabled": True, "maxReplicas": 2},
             "config": {**LARGE, "replicas": gpus(1, 8)},
             "workerGroups": gpu_group(2, 4, minReplicas=2, maxReplicas=4),
-        },
-        "gpu",
-        only_this_preset=True,
-    ),
-    "host tiers that fill the shared memory": Accepted(
-        {
-            "config": {**LARGE, "replicas": {**gpus(4, 2), "cpu_offload_bytes": 4 << 30}},
-            "workerGroups": {**gpu_group(2, 4, sharedMemory="8Gi"), "small": gpu_group(1, 4)["big"]},
-        },
-        "gpu",
-        only_this_preset=True,
-    ),
-    "a part of a host tier on each node": Accepted(
-        {
-            "config": {**LARGE, "replicas": {**gpus(1, 8), "cpu_offload_bytes": 8 << 30}},
-            "workerGroups": gpu_group(2, 4, sharedMemory="4Gi"),
         },
         "gpu",
         only_this_preset=True,
@@ -455,22 +418,6 @@ REFUSED: dict[str, Refused] = {
         {"workerGroups": {"h100": {"sharedMemory": "511Gi"}}},
         "workerGroups.h100.sharedMemory: 511Gi has less than 549755813888 bytes",
         "h100-tp4",
-    ),
-    "ranks with a host tier each": Refused(
-        {
-            "config": {**LARGE, "replicas": {**gpus(1, 1), "data_parallel_size": 4, "cpu_offload_bytes": 1 << 30}},
-            "workerGroups": gpu_group(1, 4, sharedMemory="3Gi"),
-        },
-        "workerGroups.big.sharedMemory: 3Gi has less than 4294967296 bytes",
-    ),
-    "a part of a host tier": Refused(
-        {
-            "config": {
-                "models": {"b": {"source": "/models/b", "replicas": {**gpus(1, 8), "cpu_offload_bytes": 8 << 30}}}
-            },
-            "workerGroups": gpu_group(2, 4),
-        },
-        "workerGroups.big.sharedMemory: 1Gi has less than 4294967296 bytes, which config.models.b.replicas",
     ),
     # load
     "ranks do not follow the load": Refused(
