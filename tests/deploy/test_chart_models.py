@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.chart import Refused, needs_helm, of_kind, template
+from tests.deploy.chart import PRESETS, Refused, needs_helm, of_kind, template
 from tests.deploy.value_sets import LARGE, gpu_group, gpus
 
 pytestmark = needs_helm
@@ -36,6 +36,14 @@ def test_adapters_and_draft_models_are_downloaded_too() -> None:
     job = of_kind(template({"config": config}, preset="gpu"), "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert sorted(container["args"]) == ["Qwen/Qwen3-8B", "org/adapter", "org/draft", "org/eagle", "org/third"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_both_clusters_of_an_upgrade_reach_the_models(preset: str) -> None:
+    """The workers of the second cluster may be on another node, where a ReadWriteOnce volume is not mounted."""
+    for claim in template(preset=preset):
+        if claim["kind"] == "PersistentVolumeClaim":
+            assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def tiers(each: int, gpus_of_pod: int, size: str, replicas: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cluster.config.loader import config_schema
-from tests.deploy.chart import CHART, PRESETS, ROOT, needs_helm, of_kind, rendered_text, template
+from tests.deploy.chart import CHART, ROOT, needs_helm, of_kind, rendered_text, template
 from tests.deploy.value_sets import EXTERNAL_REDIS, OWN_SECRETS, SCALED
 
 pytestmark = needs_helm
@@ -81,14 +81,6 @@ def test_configuration_is_changed_in_place_but_for_the_keys_that_the_documentati
     rows = [line for line in text.splitlines() if line.startswith("| `config`: ")]
     assert set(re.findall(r"`([a-z_]+\.[a-z_]+)`", rows[0].split("|")[1])) == NEW_CLUSTER_KEYS.keys()
     assert [re.findall(r"`([a-z_]+\.[a-z_]+)`", row.split("|")[1]) for row in rows[1:]] == [["replicas.max"]]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_both_clusters_of_an_upgrade_reach_the_models(preset: str) -> None:
-    """The workers of the second cluster may be on another node, where a ReadWriteOnce volume is not mounted."""
-    for claim in template(preset=preset):
-        if claim["kind"] == "PersistentVolumeClaim":
-            assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 IN_PLACE: dict[str, dict[str, Any]] = {
