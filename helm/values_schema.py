@@ -203,7 +203,8 @@ def _cluster() -> dict[str, Schema]:
         "podDisruptionBudgets": closed(
             {
                 "enabled": FLAG,
-                **{f"{part}MaxUnavailable": {"type": ["integer", "string"]} for part in ("workers", "head", "redis")},
+                "workersMaxUnavailable": COUNT,
+                "redisMaxUnavailable": COUNT,
             }
         ),
     }

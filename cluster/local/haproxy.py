@@ -1,5 +1,6 @@
 """The environment of a local cluster with Ray Serve's HAProxy in front of the ingresses."""
 
+from math import ceil
 from pathlib import Path
 
 from cluster.config.schema import CaesuraConfig
@@ -11,6 +12,14 @@ ingress listens itself, and an answer makes one hop less."""
 
 BUFFER_SLACK_BYTES = 16 << 10
 """Part of HAProxy's buffer that it keeps free for itself, beside a request's headers."""
+
+END_MARGIN_S = 60
+"""Seconds in addition to the longest request for which a HAProxy process that is replaced continues its requests. Ray
+replaces it whenever an ingress starts or stops, and by default ends it after 120 s. Ray reuses a port of an ingress
+only when no such process can be left."""
+
+LONGEST_END_S = 2_147_483
+"""The largest number of seconds that HAProxy accepts here."""
 
 
 def haproxy_environment(config: CaesuraConfig, directory: str) -> dict[str, str]:
@@ -24,10 +33,12 @@ def haproxy_environment(config: CaesuraConfig, directory: str) -> dict[str, str]
             most 107 characters.
     """
     place = Path(directory)
+    longest_s = ceil(max(config.http.request_timeout_s, config.programs.max_wall_s))
     stats, metrics, fallback_http, fallback_grpc = free_ports(4)
     return {
         ENABLE: "1",
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(config.http.max_header_bytes + BUFFER_SLACK_BYTES),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(min(longest_s + END_MARGIN_S, LONGEST_END_S)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(place / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(place / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),

@@ -201,6 +201,14 @@ def test_ray_reads_where_our_callbacks_are_from_the_environment() -> None:
     assert done.stdout.split() == [environment[name] for name in READ_BY_RAY]
 
 
+def test_a_port_is_reused_when_no_haproxy_that_was_replaced_can_send_to_it() -> None:
+    name = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    code = f"from ray.serve._private import constants as c; print(c.{name}, c.RAY_SERVE_PORT_QUARANTINE_S > c.{name})"
+    environment = {**os.environ, name: "3660"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3660", "True"]
+
+
 def test_the_proxy_loads_our_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_util, READ_BY_RAY[0], IMPORT_PATH)
     options = http_util.configure_http_middlewares(HTTPOptions())

@@ -14,7 +14,7 @@ from tests.deploy.chart import CHART, PRESETS, helm, needs_helm, of_kind, pods, 
 from tests.deploy.chart import Refused as Refusal
 from tests.deploy.definitions import definition_problems
 from tests.deploy.shapes import problems
-from tests.deploy.value_sets import ACCEPTED, EXTERNAL_REDIS, REFUSED, SCALED, Accepted
+from tests.deploy.value_sets import ACCEPTED, EXTERNAL_REDIS, REFUSED, SCALED, Accepted, scaled_group
 
 pytestmark = needs_helm
 
@@ -273,6 +273,25 @@ def test_nginx_passes_the_largest_body(config: dict[str, Any], largest: int) -> 
     assert annotations["nginx.ingress.kubernetes.io/proxy-body-size"] == str(largest)
 
 
+@pytest.mark.parametrize(
+    ("limit", "bytes_"),
+    [
+        ("1Gi", 1 << 30),
+        ("512Mi", 512 << 20),
+        ("1048576Ki", 1 << 30),
+        ("1.5Gi", 3 << 29),
+        ("2G", 2 * 10**9),
+        ("1073741824", 1 << 30),
+        (1073741824, 1 << 30),
+    ],
+)
+def test_redis_knows_its_limit_and_leaves_room_for_its_file(limit: str | int, bytes_: int) -> None:
+    """Without maxmemory, Caesura cannot see that Redis is nearly full."""
+    documents = template({"redis": {"resources": {"limits": {"memory": limit}}}}, preset="cpu")
+    lines = of_kind(documents, "ConfigMap", "t-caesura-redis")["data"]["redis.conf"].splitlines()
+    assert f"maxmemory {bytes_ * 65 // 100}" in lines and "maxmemory-policy noeviction" in lines
+
+
 def test_a_redis_without_a_user_has_the_default_one() -> None:
     documents = template({"redis": EXTERNAL_REDIS}, preset="cpu")
     assert "redisUsername" not in cluster(documents)["gcsFaultToleranceOptions"]
@@ -289,6 +308,7 @@ def test_a_redis_without_a_user_has_the_default_one() -> None:
         (None, {"workerGroups": {"workers": {"replicas": 4}}}, 2),
         (None, {"workerGroups": {"workers": {"replicas": 3, "resources": {"requests": {"cpu": "2500m"}}}}}, None),
         (None, {"workerGroups": {"workers": {"replicas": 4, "resources": {"requests": {"cpu": "2500m"}}}}}, 2),
+        ("gpu", scaled_group(replicas=0, minReplicas=0), None),
         ("gpu", {"config": {"http": {"ingress_replicas": 1}}}, 1),
         ("gpu", {"config": {"http": {"max_concurrent_requests": 9}}}, 2),
     ],

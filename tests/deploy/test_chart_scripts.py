@@ -5,6 +5,7 @@ import json
 import runpy
 import threading
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,24 @@ def test_what_serves_in_a_pod_is_counted_and_its_node_found(tmp_path: Path) -> N
     assert DRAIN["node"](tmp_path) == "12ab"
     (tmp_path / "5" / "cmdline").write_bytes(b"")
     assert DRAIN["node"](tmp_path) is None
+
+
+def test_a_download_leaves_out_what_vllm_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repositories of Llama have all weights twice."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "original/consolidated.00.pth", "original/params.json"]
+    fetched: dict[str, list[str]] = {}
+
+    def snapshot_download(model: str, ignore_patterns: list[str] | None = None) -> str:
+        fetched[model] = [
+            file for file in files if not any(fnmatch(file, pattern) for pattern in ignore_patterns or ())
+        ]
+        return f"/models/{model}"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    script = runpy.run_path(str(CHART / "files" / "download.py"))
+    script["main"](tmp_path / "done", ["org/a", "org/b"])
+    assert fetched == dict.fromkeys(("org/a", "org/b"), files[:2])
+    assert (tmp_path / "done").exists()
 
 
 @pytest.fixture

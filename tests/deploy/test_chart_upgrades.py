@@ -19,6 +19,7 @@ COUNTS = ("replicas", "minReplicas", "maxReplicas")
 DOWNLOAD = {"modelCache": {"enabled": True, "download": {"enabled": True}}}
 NEW_CLUSTER_KEYS = {
     "http.request_timeout_s": 60,
+    "programs.max_wall_s": 7200,
     "http.max_concurrent_requests": 7,
     "http.max_header_bytes": 9999,
     "logs.format": "json",

@@ -128,7 +128,18 @@ def test_the_configuration_is_one_and_closes_the_door() -> None:
 
 @contextmanager
 def redis_with(settings: Path, socket: Path) -> Iterator[None]:
-    command = [_redis_server(), str(settings), "--port", "0", "--unixsocket", str(socket), "--dir", str(socket.parent)]
+    _, _, *arguments = SERVICES["redis"]["command"]
+    command = [
+        _redis_server(),
+        str(settings),
+        *arguments,
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--dir",
+        str(socket.parent),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         for _ in range(ATTEMPTS):
@@ -155,6 +166,10 @@ def test_redis_takes_its_settings_and_lets_in_only_who_knows_the_password(secret
         with redis.Redis(unix_socket_path=str(tmp_path / "socket"), password=password, decode_responses=True) as ours:
             assert ours.ping()
             assert ours.config_get("appendonly") == {"appendonly": "yes"}
+            assert ours.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            # Without a limit, Caesura cannot see that Redis is nearly full.
+            assert int(ours.config_get("maxmemory")["maxmemory"]) == (1 << 30) * 65 // 100 >> 20 << 20
+    assert SERVICES["redis"]["mem_limit"] == "1gb"
 
 
 def test_prometheus_asks_as_the_committed_configuration_but_here_and_with_its_key() -> None:

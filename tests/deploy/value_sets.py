@@ -208,6 +208,9 @@ ACCEPTED: dict[str, Accepted] = {
     "download with a token": Accepted(
         {"modelCache": {"download": {"existingSecret": "7"}}}, "gpu", only_this_preset=True
     ),
+    "a model claim of one node": Accepted(
+        {"modelCache": {"accessMode": "ReadWriteOnce"}, "upgrade": {"strategy": "None"}}, "gpu"
+    ),
     "numeric storage class": Accepted({"modelCache": {"enabled": True, "storageClassName": "1"}}),
     "tensor parallel over two nodes": Accepted(
         {"config": {**LARGE, "replicas": gpus(1, 8)}, "workerGroups": gpu_group(2, 4)}, "gpu", only_this_preset=True
@@ -303,7 +306,7 @@ ACCEPTED: dict[str, Accepted] = {
     ),
     "never upgraded": Accepted({"upgrade": {"strategy": "None"}}),
     "no budgets": Accepted({"podDisruptionBudgets": {"enabled": False}}),
-    "budgets in percent": Accepted({"podDisruptionBudgets": {"workersMaxUnavailable": "25%"}}),
+    "no worker may leave": Accepted({"podDisruptionBudgets": {"workersMaxUnavailable": 0}}),
     # monitoring
     "scraped pods": Accepted(
         {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True, "labels": {"release": "prom"}}}
@@ -444,12 +447,30 @@ REFUSED: dict[str, Refused] = {
     "elastic replicas, too few GPUs": Refused(
         {**elastic(max=8), "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 8 GPUs", "gpu"
     ),
+    "a host tier above the shared memory": Refused(
+        {"config": {"replicas": {"cpu_offload_bytes": 17 << 30}}},
+        "workerGroups.workers.sharedMemory: 16Gi has less than 18253611008 bytes, which config.replicas.cpu_",
+        "gpu",
+    ),
+    "two host tiers in a pod": Refused(
+        {"workerGroups": {"h100": {"sharedMemory": "511Gi"}}},
+        "workerGroups.h100.sharedMemory: 511Gi has less than 549755813888 bytes",
+        "h100-tp4",
+    ),
     # load
     "ranks do not follow the load": Refused(
         {**SCALED, "config": {"replicas": {"data_parallel_size": 2}}}, "data_parallel_size (2) needs a fixed count"
     ),
     "two that decide the number": Refused(
         {**SCALED, "config": {"replicas": {"max": 4}}}, "KEDA and config.replicas.max would both decide"
+    ),
+    "a minimum above the maximum": Refused(elastic(min=5, max=4), "config.replicas.min: 5 exceeds max (4)"),
+    "a minimum without a maximum": Refused({"config": {"replicas": {"min": 0}}}, "config.replicas.min: needs max"),
+    "elastic groups of ranks": Refused(
+        elastic(max=4, data_parallel_size=2), "config.replicas.data_parallel_size: 2 needs a fixed count"
+    ),
+    "a further model's minimum": Refused(
+        {"config": {"models": {"b": {"source": "/b", "replicas": {"min": 1}}}}}, "config.models.b.replicas.min: needs"
     ),
     "elastic replicas need the Kubernetes API": Refused({"config": {"replicas": {"max": 4}}}, "kubernetesApi.cidrs"),
     "bounds of autoscaling": Refused(
@@ -461,6 +482,10 @@ REFUSED: dict[str, Refused] = {
     "fewer workers than the minimum": Refused(
         scaled_group(replicas=1, minReplicas=2), "workerGroups.workers.replicas: 1 is not"
     ),
+    "budgets in percent": Refused(
+        {"podDisruptionBudgets": {"workersMaxUnavailable": "25%"}}, "podDisruptionBudgets.workersMaxUnavailable"
+    ),
+    "a budget of the head": Refused({"podDisruptionBudgets": {"headMaxUnavailable": 1}}, "headMaxUnavailable"),
     "at least one group": Refused({"workerGroups": {"workers": None}}, "at least one group"),
     "kubernetesApi.cidrs": Refused({"autoscaling": {"enabled": True}}, "kubernetesApi.cidrs"),
     "gatewayClassName": Refused(
@@ -514,6 +539,12 @@ REFUSED: dict[str, Refused] = {
             }
         },
         "redis.external.caSecret",
+    ),
+    "Redis without a limit": Refused(
+        {"redis": {"resources": {"limits": {"memory": None}}}}, "redis.resources.limits.memory: the Redis"
+    ),
+    "a limit of Redis that cannot be read": Refused(
+        {"redis": {"resources": {"limits": {"memory": "1GB"}}}}, "redis.resources.limits.memory: 1GB is no number"
     ),
     # secrets
     "keys are made only where they are kept": Refused({"generateSecrets": "auto"}, "keys.existingSecret: the chart"),

@@ -19,7 +19,19 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if or .Values.autoscaling.enabled (include "caesura.elasticModels" . | trim) }}true{{ end -}}
 {{- end -}}
 
+{{- /* As Caesura refuses them when it starts. Of: key, of (the replicas of a model). */ -}}
+{{- define "caesura.checkBounds" -}}
+{{- $min := get .of "min" -}}
+{{- $max := get .of "max" | int -}}
+{{- $ranks := dig "data_parallel_size" 1 .of | int -}}
+{{- if and (not $max) (hasKey .of "min") (not (kindIs "invalid" $min)) }}{{ fail (printf "%s.min: needs max, the largest number of replicas" .key) }}{{ end -}}
+{{- if and $max (gt (int $min) $max) }}{{ fail (printf "%s.min: %d exceeds max (%d)" .key (int $min) $max) }}{{ end -}}
+{{- if and $max (gt $ranks 1) }}{{ fail (printf "%s.data_parallel_size: %d needs a fixed count, without max: groups of ranks do not follow the load" .key $ranks) }}{{ end -}}
+{{- end -}}
+
 {{- define "caesura.checkScaling" -}}
+{{- include "caesura.checkBounds" (dict "key" "config.replicas" "of" (dig "replicas" dict .Values.config)) -}}
+{{- range $id, $model := dig "models" dict .Values.config }}{{ include "caesura.checkBounds" (dict "key" (printf "config.models.%s.replicas" $id) "of" (dig "replicas" dict $model)) }}{{ end -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- $elastic := include "caesura.elasticModels" . | trim | splitList "\n" | compact -}}
 {{- if and $scaling.enabled $elastic -}}
@@ -75,11 +87,34 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if gt $gpus 0 }}{{ if or (eq 0 (int (mod $gpus $size))) (eq 0 (int (mod $size $gpus))) }}{{ $fits = append $fits $name }}{{ end }}{{ end -}}
 {{- end -}}
 {{- if not $fits }}{{ fail (printf "workerGroups: no group has gpus that are a multiple or a divisor of %s.tensor_parallel_size (%d): a replica would be split unevenly over pods" $key $size) }}{{ end -}}
+{{- include "caesura.checkHostTier" (dict "root" $ "fits" $fits "key" $key "of" $of "count" $count) -}}
 {{- end -}}
 {{- end -}}
 {{- if lt (int $there) (int $wanted) -}}
 {{- fail (printf "workerGroups: the models of config want %d GPUs%s, all workers together have %d" (int $wanted) (ternary " at autoscaling.maxReplicas" "" .Values.autoscaling.enabled) (int $there)) -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* vLLM keeps the host tiers of a pod in its /dev/shm. Of: root, fits (names of groups), key, of (its replicas), count. */ -}}
+{{- define "caesura.checkHostTier" -}}
+{{- $tier := default 0 (dig "cpu_offload_bytes" 0 .of) | int64 -}}
+{{- $devices := mul (dig "tensor_parallel_size" 1 .of | int) (dig "pipeline_parallel_size" 1 .of | int) -}}
+{{- $ranks := mul .count (dig "data_parallel_size" 1 .of | int) -}}
+{{- $small := "" -}}
+{{- $enough := eq $tier 0 -}}
+{{- range $name := .fits -}}
+{{- if not $enough -}}
+{{- $group := get $.root.Values.workerGroups $name -}}
+{{- $key := printf "workerGroups.%s.sharedMemory" $name -}}
+{{- $size := default "1Gi" $group.sharedMemory -}}
+{{- /* A pod has several replicas, or a part of one. */ -}}
+{{- $needed := div (mul $tier (int $group.gpus)) $devices -}}
+{{- if ge (int $group.gpus) (int $devices) }}{{ $needed = mul $tier (min (div (int $group.gpus) $devices) $ranks) }}{{ end -}}
+{{- $enough = ge (include "caesura.bytes" (dict "key" $key "quantity" $size) | int64) $needed -}}
+{{- $small = printf "%s: %s has less than %d bytes, which %s.cpu_offload_bytes takes in a pod" $key $size $needed $.key -}}
+{{- end -}}
+{{- end -}}
+{{- if not $enough }}{{ fail $small }}{{ end -}}
 {{- end -}}
 
 {{- define "caesura.checkReach" -}}

@@ -22,7 +22,7 @@
 {{- if $group -}}
 {{- $cpu := dig "resources" "requests" "cpu" "0" $group | toString -}}
 {{- $each := ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) ($cpu | float64) (hasSuffix "m" $cpu) -}}
-{{- $cpus = addf $cpus (mulf $each (float64 (default 1 $group.replicas))) -}}
+{{- $cpus = addf $cpus (mulf $each (float64 (ternary $group.replicas 1 (hasKey $group "replicas")))) -}}
 {{- end -}}
 {{- end -}}
 {{- $cpus -}}
@@ -31,6 +31,12 @@
 {{- /* Seconds: the longest turn. */ -}}
 {{- define "caesura.longestTurn" -}}
 {{- dig "http" "request_timeout_s" 1200 .Values.config | ceil | int64 -}}
+{{- end -}}
+
+{{- /* Seconds: the longest request, which is a turn or a whole run, and the margin. */ -}}
+{{- define "caesura.longestRequest" -}}
+{{- $run := dig "programs" "max_wall_s" 3600 .Values.config | ceil | int64 -}}
+{{- add (max (include "caesura.longestTurn" . | int64) $run) (int64 .Values.drain.marginSeconds) -}}
 {{- end -}}
 
 {{- define "caesura.grace" -}}
@@ -42,12 +48,20 @@
 {{- add (include "caesura.grace" . | int64) (int64 .Values.drain.replacementSeconds) -}}
 {{- end -}}
 
-{{- /* Sources of models that come from a hub, one a line. */ -}}
+{{- /* What the models load from a hub, one a line: their sources, LoRA adapters and draft models. */ -}}
 {{- define "caesura.hubModels" -}}
-{{- $sources := list (dig "model" "source" "tiny" .Values.config) -}}
-{{- range $model := dig "models" dict .Values.config }}{{- $sources = append $sources (dig "source" "tiny" $model) -}}{{- end -}}
-{{- range $source := uniq $sources -}}
-{{- if not (or (eq $source "tiny") (regexMatch "^[/.~]" $source)) }}
+{{- $models := list (merge (dict "engine" (dig "engine" dict .Values.config)) (dig "model" dict .Values.config)) -}}
+{{- range $model := dig "models" dict .Values.config }}{{ $models = append $models $model }}{{ end -}}
+{{- $sources := list -}}
+{{- range $model := $models -}}
+{{- $sources = append $sources (dig "source" "tiny" $model) -}}
+{{- range $adapter := dig "adapters" dict $model }}{{ $sources = append $sources $adapter.path }}{{ end -}}
+{{- $speculative := dig "engine" "speculative_config" dict $model -}}
+{{- if kindIs "map" $speculative }}{{ $sources = append $sources (get $speculative "model") }}{{ end -}}
+{{- end -}}
+{{- range $source := $sources | compact | uniq -}}
+{{- /* The words are vLLM's, for methods without a draft model. */ -}}
+{{- if not (or (has $source (list "tiny" "ngram" "[ngram]" "suffix")) (regexMatch "^[/.~]" $source)) }}
 {{ $source }}
 {{- end -}}
 {{- end -}}

@@ -160,6 +160,8 @@ seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
 - {name: CAESURA_MAX_IN_FLIGHT, value: {{ dig "http" "max_concurrent_requests" 1024 $values.config | int64 | quote }}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: {{ add (dig "http" "max_header_bytes" 32768 $values.config | int64) 16384 | quote }}}
+{{- /* After a change of the ingresses, the HAProxy before it ends its requests. It takes no more seconds than this. */}}
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ min (include "caesura.longestRequest" . | int64) 2147483 | quote }}}
 - {name: RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, value: /tmp/haproxy.cfg}
 - {name: RAY_SERVE_HAPROXY_SOCKET_PATH, value: /tmp/haproxy-admin.sock}
 - {name: RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH, value: /tmp/haproxy-metrics.sock}

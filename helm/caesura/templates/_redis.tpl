@@ -2,6 +2,13 @@
 {{- default (printf "%s-redis" (include "caesura.fullname" .)) .Values.redis.existingSecret | quote -}}
 {{- end -}}
 
+{{- /* Bytes of data that the chart's own Redis takes, by which Caesura sees that it is nearly full. */ -}}
+{{- define "caesura.redis.maxBytes" -}}
+{{- $key := "redis.resources.limits.memory" -}}
+{{- $limit := required (printf "%s: the Redis of the chart needs a limit, of which 65%% is for data" $key) .Values.redis.resources.limits.memory -}}
+{{- div (mul (include "caesura.bytes" (dict "key" $key "quantity" $limit) | int64) 65) 100 -}}
+{{- end -}}
+
 {{- define "caesura.redis.needsPassword" -}}
 {{- if or .Values.redis.bundled .Values.redis.external.password }}yes{{ end -}}
 {{- end -}}
