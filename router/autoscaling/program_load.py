@@ -15,7 +15,7 @@ becomes the capacity.
 from dataclasses import dataclass, replace
 from math import ceil
 
-from cluster.core.scaling_report import Demand
+from cluster.core.scaling_report import Demand, total_demand
 from router.autoscaling.policy import Reason, ScalingDecision, ScalingView
 
 PERIOD_S = 1.0
@@ -110,7 +110,7 @@ class ProgramLoad:
         if not view.reports:
             return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
         start_s = start_up_s(view, state)
-        demand = Demand.sum(report.demand for report in view.reports)
+        demand = total_demand(view.reports)
         state = _with_delay(view, _learnt(view, state, demand, start_s), demand)
         need = needs_of(view, state, demand, start_s)
         for_s = max(MAX_DOWNSCALE_DELAY_S, _idle_s(start_s))

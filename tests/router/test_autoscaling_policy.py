@@ -56,9 +56,9 @@ class Timeline:
         work, tokens, running = load["work"], load["tokens"], load["running"]
         demand = Demand(turn_work=work, **{k: v for k, v in load.items() if k not in ("work", "tokens", "running")})
         one = ReplicaLoadReport(KV_TOKENS, tokens / max(1, self.ready), 0.0, running, START_S)
-        reports = [ReplicaReport(one, Demand()) for _ in range(self.ready)]
+        reports = [ReplicaReport(one) for _ in range(self.ready)]
         if reports:
-            reports[0] = replace(reports[0], demand=demand)
+            reports[0] = replace(reports[0], demands={"ingress": demand})
         view = ScalingView(self.now_s, self.ready, self.target, self.least, self.most, reports)
         decision = self.policy.decide(view, self.state)
         self.state = decision.state
