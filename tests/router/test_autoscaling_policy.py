@@ -206,6 +206,29 @@ def test_the_start_is_measured() -> None:
     assert slow.target == 3, "fewer have to suffice for twice the measured start"
 
 
+def test_the_start_is_measured_where_replicas_are_asked_for_while_others_start() -> None:
+    """The working set grows every 7 s, so that a replica is asked for up to twice while another one starts."""
+    timeline = Timeline()
+    measured = set()
+    for tokens in (10_000, 100_000, 190_000, 260_000, 260_000, 260_000, 260_000, 420_000, 420_000, 420_000, 420_000):
+        for _ in range(7):
+            timeline.run(1, busy(0.1, tokens=tokens))
+            measured.add(timeline.state.start_s)
+    assert timeline.sizes == [2, 3, 4, 6] and timeline.ready == 6
+    assert measured == {None, START_S}
+
+
+def test_replicas_that_are_no_longer_wanted_leave_no_measurement() -> None:
+    """The maximum falls to one while two replicas start, and rises again: the start is measured from then on."""
+    timeline = Timeline(most=3).run(5, busy(0.1, tokens=200_000))
+    timeline.starting, timeline.target = [], 1
+    timeline.most = 1
+    timeline.run(100, busy(0.1, tokens=200_000))
+    timeline.most = 3
+    timeline.run(40, busy(0.1, tokens=200_000))
+    assert timeline.ready == 3 and timeline.state.start_s == START_S
+
+
 def test_bounds() -> None:
     assert Timeline(most=3).run(60, busy(100.0)).sizes == [3]
     assert Timeline(least=2, ready=2).run(3600, busy(0.1)).changes == []
