@@ -208,6 +208,6 @@ class RouterSide:
             return {}
         now_s = self._clock.now_s()
         self._demands = {name: one for name, one in self._demands.items() if now_s - one[0] <= DEMAND_STALE_S}
-        demand = Demand.sum(demand for _, demand in self._demands.values())
+        demands = {name: demand for name, (_, demand) in self._demands.items()}
         load = ReplicaLoadReport.of_snapshot(self._snapshot, self.start_s)
-        return ReplicaReport(load, demand).numbers()
+        return ReplicaReport(load, demands).numbers()

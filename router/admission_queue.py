@@ -8,7 +8,7 @@ replica while one of these waits. No program waits longer than the limit.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import exp
@@ -18,7 +18,7 @@ from router.decisions import Refuse, Refused, TurnRequest
 from router.settings import EngineSettings
 
 LOOKAHEAD = 8
-"""Programs of one tenant that are tried for one that fits."""
+"""Programs of one tenant, or children of one parent, that are tried for one that fits."""
 RATE_MEMORY_S = 60.0
 """Time constant of the measured admission rate."""
 PRIOR_S = 5.0
@@ -220,9 +220,14 @@ class AdmissionQueue:
                 for *_, number in tenant.ranks[begin : min(end, begin + LOOKAHEAD)]:
                     yield tenant.waiters[int(number)]
 
-    def children(self) -> list[Waiter]:
-        """The waiting children, those of one parent together and in the order of arrival."""
-        return [child for children in self._children.values() for child in children.values()]
+    def children(self) -> list[tuple[str, list[Waiter]]]:
+        """The parents' keys, each with its waiting children in the order of arrival."""
+        return [(parent, list(children.values())) for parent, children in self._children.items()]
+
+    def postpone(self, parents: Iterable[str]) -> None:
+        """The waiting children of these parents come after those of all others."""
+        for parent in parents:
+            self._children[parent] = self._children.pop(parent)
 
     def overdue(self) -> Iterator[Waiter]:
         """The oldest programs of the tenants that owe them an admission."""

@@ -91,4 +91,5 @@ class DemandMeter:
             queued_tokens=queued_tokens,
             turns=self._ended.value(now_s),
             missed=self._missed.value(now_s),
+            at_s=now_s,
         )

@@ -11,13 +11,15 @@ from math import inf
 from cluster.config.schema import SloConfig
 from cluster.core.replica_snapshot import ReplicaSnapshot, program_name
 from cluster.core.scaling_report import Demand, turn_work_s
-from router.admission_queue import MIN_RETRY_S, AdmissionQueue, Waiter
+from router.admission_queue import LOOKAHEAD, MIN_RETRY_S, AdmissionQueue, Waiter
 from router.candidate import NO_WORK, Arrival, Candidate, ExpectedWork, Gap, expected_work, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
 from router.placement_policy import Choice, PlacementPolicy, migration_margin_s, migration_pays, ranked
 from router.router_state import ProgramRecord, RouterState
 from router.settings import EngineSettings, RouterSettings
 
+CHILD_TRIES = 4 * LOOKAHEAD
+"""Waiting children that are tried without success at a time, of all parents together."""
 UNKNOWN_EPOCH = 0
 """The epoch of a home that was chosen without the store. No replica refuses a turn with it."""
 
@@ -400,17 +402,33 @@ class PlacementEngine:
         return rate
 
     def _admit_children(self, now_s: float) -> None:
-        """Admit the children of living programs: those that fit, and those without which a program cannot go on."""
-        for waiter in self._queue.children():
-            if not self._is_child(waiter.request):
+        """Admit the children of living programs: those that fit, and those without which a program cannot go on.
+
+        As many as `LOOKAHEAD` of a parent, and about `CHILD_TRIES` of all, are tried without success. Then the other
+        parents come first at the next time.
+        """
+        failed: dict[str, int] = {}
+        for parent, children in self._queue.children():
+            if sum(failed.values()) >= CHILD_TRIES:
+                self._queue.postpone(failed)
+                break
+            if not self._is_child(children[0].request):
                 continue
-            arrival = self._arrival(waiter.request, self._expect(waiter.request), None)
-            eligible = self._policy.eligible(arrival, self._state.candidates(now_s))
-            choice = self._best_with_room(arrival, eligible, waiter)
-            if choice is None and self._is_needed(waiter.request):
-                choice = self._policy.best(arrival, eligible)
-            if choice is not None:
-                self._enter_waiting(waiter, choice, Placed.NEW, now_s)
+            for waiter in children:
+                if not self._admit_child(waiter, now_s):
+                    failed[parent] = failed.get(parent, 0) + 1
+                    if failed[parent] >= LOOKAHEAD:
+                        break
+
+    def _admit_child(self, waiter: Waiter, now_s: float) -> bool:
+        arrival = self._arrival(waiter.request, self._expect(waiter.request), None)
+        eligible = self._policy.eligible(arrival, self._state.candidates(now_s))
+        choice = self._best_with_room(arrival, eligible, waiter)
+        if choice is None and self._is_needed(waiter.request):
+            choice = self._policy.best(arrival, eligible)
+        if choice is not None:
+            self._enter_waiting(waiter, choice, Placed.NEW, now_s)
+        return choice is not None
 
     def _enter_waiting(self, waiter: Waiter, choice: Choice, reason: Placed, now_s: float) -> None:
         for turn_id, request in self._queue.take(waiter, now_s).items():

@@ -226,14 +226,16 @@ class PlacementPolicy:
     """The filters and scorers that the settings name."""
 
     filters: tuple[Filter, ...]
+    """The required ones come first: an optional one must not keep only replicas that a required one then removes."""
     scorers: tuple[tuple[Scorer, float], ...]
     """Each with its weight."""
 
     @classmethod
     def of(cls, settings: EngineSettings, model: str | None = None) -> "PlacementPolicy":
         """``model`` None accepts replicas of any model."""
+        filters: list[Filter] = [FILTERS.load(name)(settings, model) for name in settings.filters]
         return cls(
-            filters=tuple(FILTERS.load(name)(settings, model) for name in settings.filters),
+            filters=tuple(sorted(filters, key=lambda one: not one.required)),
             scorers=tuple((SCORERS.load(name)(), factor) for name, factor in settings.scorers.items() if factor > 0),
         )
 

@@ -1,11 +1,13 @@
 """What the autoscaler of a model reads: the demand that each ingress sees, and the load of each replica.
 
 An ingress sends its `Demand` to one replica about once a second. The replica adds it to its own `ReplicaReport`, which
-Ray Serve carries to its controller as a dictionary of numbers, where the autoscaler runs.
+Ray Serve carries to its controller as a dictionary of numbers, where the autoscaler runs. When the ingress sends it to
+another replica, the former one still reports the old demand for a while. So the autoscaler takes the newest demand of
+each ingress.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from typing import Protocol, Self
 
@@ -61,7 +63,7 @@ class _Numbers:
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Self:
         """Read the numbers by their names. A number that is missing, negative or not finite counts as 0."""
-        known = ((field.name, numbers.get(field.name, 0.0)) for field in fields(cls))
+        known = ((one.name, numbers.get(one.name, 0.0)) for one in fields(cls))
         return cls(**{name: float(number) for name, number in known if isfinite(number) and number > 0})
 
     def numbers(self) -> dict[str, float]:
@@ -87,12 +89,14 @@ class Demand(_Numbers):
     """Number of turns that have ended lately."""
     missed: float = 0.0
     """Number of those that were rejected, failed or exceeded an SLO."""
+    at_s: float = 0.0
+    """When the ingress measured it, by its own clock; 0 for the demand of several."""
 
     def plus(self, other: "Demand") -> "Demand":
         """Return the demand of both. The length of a program is that of the larger work."""
         summed = {name: number + getattr(other, name) for name, number in self.numbers().items()}
         longer = self if self.program_work >= other.program_work else other
-        return Demand(**{**summed, "program_s": longer.program_s})
+        return Demand(**{**summed, "program_s": longer.program_s, "at_s": 0.0})
 
     @classmethod
     def sum(cls, demands: Iterable["Demand"]) -> "Demand":
@@ -135,22 +139,37 @@ HOST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica reports: its load, and the demand that ingresses have sent to it."""
+    """What a replica reports: its load, and the demand that each ingress has sent to it, by the ingress's name."""
 
     load: ReplicaLoadReport
-    demand: Demand
+    demands: Mapping[str, Demand] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers by their names, for Ray."""
-        demand = {DEMAND_PREFIX + name: number for name, number in self.demand.numbers().items()}
-        return {**self.load.numbers(), **demand}
+        numbers = self.load.numbers()
+        for ingress, demand in self.demands.items():
+            numbers |= {f"{DEMAND_PREFIX}{name}:{ingress}": number for name, number in demand.numbers().items()}
+        return numbers
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> "ReplicaReport":
         """Read what `numbers` returned. Other names are ignored."""
-        size = len(DEMAND_PREFIX)
-        demand = {name[size:]: number for name, number in numbers.items() if name.startswith(DEMAND_PREFIX)}
-        return cls(ReplicaLoadReport.of(numbers), Demand.of(demand))
+        demands: dict[str, dict[str, float]] = {}
+        for key, number in numbers.items():
+            if key.startswith(DEMAND_PREFIX):
+                name, _, ingress = key.removeprefix(DEMAND_PREFIX).partition(":")
+                demands.setdefault(ingress, {})[name] = number
+        return cls(ReplicaLoadReport.of(numbers), {ingress: Demand.of(one) for ingress, one in demands.items()})
 
 
 DEMAND_PREFIX = "demand_"
+
+
+def total_demand(reports: Iterable[ReplicaReport]) -> Demand:
+    """Return the demand of all ingresses, of each the newest."""
+    newest: dict[str, Demand] = {}
+    for report in reports:
+        for ingress, demand in report.demands.items():
+            if ingress not in newest or demand.at_s > newest[ingress].at_s:
+                newest[ingress] = demand
+    return Demand.sum(newest.values())

@@ -15,7 +15,7 @@ becomes the capacity.
 from dataclasses import dataclass, replace
 from math import ceil
 
-from cluster.core.scaling_report import Demand
+from cluster.core.scaling_report import Demand, total_demand
 from router.autoscaling.policy import Reason, ScalingDecision, ScalingView
 
 PERIOD_S = 1.0
@@ -59,8 +59,8 @@ class LoadState:
     ready: int = 0
     start_s: float | None = None
     """Measured start-up time: from a decision until the replica serves."""
-    raised_s: float | None = None
-    """When the replicas that are starting were asked for."""
+    raises_s: tuple[float, ...] = ()
+    """When each of the replicas that are starting was asked for, the first one first."""
     settled_s: float = 0.0
     """When the last replica has started."""
     work: float = 0.0
@@ -110,7 +110,7 @@ class ProgramLoad:
         if not view.reports:
             return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
         start_s = start_up_s(view, state)
-        demand = Demand.sum(report.demand for report in view.reports)
+        demand = total_demand(view.reports)
         state = _with_delay(view, _learnt(view, state, demand, start_s), demand)
         need = needs_of(view, state, demand, start_s)
         for_s = max(MAX_DOWNSCALE_DELAY_S, _idle_s(start_s))
@@ -118,7 +118,8 @@ class ProgramLoad:
         up, reason = _more(view, state, need, demand)
         if up > view.target:
             gap_s = max(state.gap_s, _unneeded_s(view, state))
-            return ScalingDecision(up, reason, replace(state, raised_s=view.now_s, gap_s=gap_s))
+            raises_s = (*state.raises_s, *(view.now_s,) * (up - view.target))
+            return ScalingDecision(up, reason, replace(state, raises_s=raises_s, gap_s=gap_s))
         down, reason = _fewer(view, state, start_s)
         if down < view.target and up <= down:
             needed_s = max(
@@ -157,21 +158,21 @@ def needs_of(view: ScalingView, state: LoadState, demand: Demand, start_s: float
 
 
 def _observed(view: ScalingView, state: LoadState) -> LoadState:
-    """Measure the start of the replicas that have started since the last decision."""
-    start_s, raised_s, settled_s = state.start_s, state.raised_s, state.settled_s
+    """Measure the start of the replicas that have started since the last decision: those that were asked for first."""
+    start_s, raises_s, settled_s = state.start_s, state.raises_s, state.settled_s
     if view.ready > state.ready and state.since_s is not None:
-        settled_s = view.now_s
-        if raised_s is not None:
+        settled_s, started = view.now_s, view.ready - state.ready
+        for raised_s in raises_s[:started]:
             took_s = view.now_s - raised_s
             start_s = took_s if start_s is None else (start_s + took_s) / 2
-    if view.ready >= view.target:
-        raised_s = None
+        raises_s = raises_s[started:]
+    raises_s = raises_s[: max(0, view.target - view.ready)]  # the others are no longer wanted
     return replace(
         state,
         since_s=view.now_s if state.since_s is None else state.since_s,
         ready=view.ready,
         start_s=start_s,
-        raised_s=raised_s,
+        raises_s=raises_s,
         settled_s=settled_s,
     )
 

@@ -64,17 +64,20 @@ class ServeAutoscaler:
 
 
 def view_of(context: AutoscalingContext) -> ScalingView:
-    """Return what the policy sees of Ray's context. Of each number, the newest value counts."""
-    numbers: dict[Any, dict[str, float]] = {}
-    for name, replicas in (context.raw_metrics or {}).items():
-        for replica, series in replicas.items():
-            if series and context.current_time - series[-1].timestamp <= STALE_S:
-                numbers.setdefault(replica, {})[name] = series[-1].value
+    """Return what the policy sees of Ray's context: of each replica, the numbers of its newest report."""
+    metrics: dict[str, dict[Any, Any]] = context.raw_metrics or {}
+    reports: list[ReplicaReport] = []
+    for replica, loads in metrics.get("kv_tokens", {}).items():
+        if loads and context.current_time - (at_s := loads[-1].timestamp) <= STALE_S:
+            # Ray keeps the numbers of an ingress for seconds after the replica has dropped them.
+            series = ((name, replicas.get(replica)) for name, replicas in metrics.items())
+            numbers = {name: one[-1].value for name, one in series if one and one[-1].timestamp >= at_s}
+            reports.append(ReplicaReport.of(numbers))
     return ScalingView(
         now_s=context.current_time,
         ready=context.current_num_replicas,
         target=context.target_num_replicas,
         least=context.capacity_adjusted_min_replicas,
         most=context.capacity_adjusted_max_replicas,
-        reports=[ReplicaReport.of(one) for one in numbers.values() if "kv_tokens" in one],
+        reports=reports,
     )

@@ -53,7 +53,7 @@ class Controller:
         """Each replica reports the load, and the first one the demand."""
         now_s = time.time() - age_s
         for index, replica in enumerate(self.replicas):
-            numbers = ReplicaReport(load, Demand() if index else demand).numbers()
+            numbers = ReplicaReport(load, {} if index else {"ingress": demand}).numbers()
             series = {name: [TimeStampedValue(now_s, number)] for name, number in numbers.items()}
             self.state.record_request_metrics_for_replica(ReplicaMetricReport(replica, series, now_s))
 
@@ -93,6 +93,19 @@ def test_an_old_report_is_no_report() -> None:
     controller.runs(1)
     controller.reports(LOAD, Demand(), age_s=STALE_S + 1)
     assert controller.decides() == 1
+
+
+def test_a_demand_that_a_replica_no_longer_reports_does_not_count() -> None:
+    """Ray keeps all numbers of the last seconds: here those of an ingress that has ended."""
+    controller = Controller(min=1, max=5)
+    controller.runs(1)
+    load, now_s = ReplicaLoadReport(kv_tokens=1000.0, working_set_tokens=100.0, turns=5.0, start_s=20.0), time.time()
+    before = ReplicaReport(load, {"ended": Demand(turn_work=3.0), "ingress": Demand(turn_work=1.5)})
+    series = {name: [TimeStampedValue(now_s - 1.0, number)] for name, number in before.numbers().items()}
+    for name, number in ReplicaReport(load, {"ingress": Demand(turn_work=1.5)}).numbers().items():
+        series[name].append(TimeStampedValue(now_s, number))
+    controller.state.record_request_metrics_for_replica(ReplicaMetricReport(controller.replicas[0], series, now_s))
+    assert controller.decides() == 2, "1.5 s of work in each second"
 
 
 def test_a_call_that_waits_starts_the_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from replicas.control import ControlChannel, dispatch
 from replicas.router_side import DEMAND_STALE_S, Fence, RouterSide
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import VirtualEngine
+from router.autoscaling.policy import ScalingView
+from router.autoscaling.program_load import ProgramLoad
 
 Replica = Callable[..., VirtualEngine]
 KEY = "default/a"
@@ -139,9 +141,31 @@ def test_the_autoscaler_gets_the_load_and_the_demand_of_the_ingresses(side: Call
     report = ReplicaReport.of(s.side.scaling_report())
     assert (report.load.start_s, report.load.turns) == (12.0, 0.0)
     assert report.load.kv_tokens > 0 and report.load.working_set_tokens > 0
-    assert report.demand == Demand(turn_work=1.5, turns=3.0, missed=1.0)
+    ended = {"ingress-1": Demand(turn_work=1.0, turns=3.0), "ingress-2": Demand(turn_work=0.5, missed=1.0)}
+    assert report.demands == ended
     s.clock.advance(2.0)
-    assert ReplicaReport.of(s.side.scaling_report()).demand == Demand(turn_work=0.5, missed=1.0)
+    assert set(ReplicaReport.of(s.side.scaling_report()).demands) == {"ingress-2"}
+
+
+def test_the_demand_of_an_ingress_that_reports_to_another_replica_counts_once(side: Callable[..., Side]) -> None:
+    """Three replicas serve 2 s of work in each second, for which 2.5 are needed. Then another one is the first."""
+    sides = [side(), side(), side()]
+    for one in sides:
+        one.turn("a", 40)
+        one.published()
+
+    def wanted() -> int:
+        reports = [ReplicaReport.of(one.side.scaling_report()) for one in sides]
+        policy = ProgramLoad()
+        return policy.decide(ScalingView(1000.0, 3, 3, 1, 8, reports), policy.first()).replicas
+
+    sides[0].side.receive_demand("ingress-1", Demand.of({"turn_work": 1.0, "turns": 50.0, "at_s": 7.0}).numbers())
+    sides[2].side.receive_demand("ingress-2", Demand.of({"turn_work": 1.0, "turns": 50.0, "at_s": 1.0}).numbers())
+    assert wanted() == 3
+    sides[1].side.receive_demand("ingress-1", Demand.of({"turn_work": 1.1, "turns": 50.0, "at_s": 8.0}).numbers())
+    assert wanted() == 3
+    sides[1].side.receive_demand("ingress-1", Demand.of({"turn_work": 2.0, "turns": 50.0, "at_s": 9.0}).numbers())
+    assert wanted() == 4, "the newest counts"
 
 
 def test_a_scheduler_that_does_not_answer_leaves_the_last_snapshot(side: Callable[..., Side]) -> None:

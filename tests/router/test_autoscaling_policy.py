@@ -56,9 +56,9 @@ class Timeline:
         work, tokens, running = load["work"], load["tokens"], load["running"]
         demand = Demand(turn_work=work, **{k: v for k, v in load.items() if k not in ("work", "tokens", "running")})
         one = ReplicaLoadReport(KV_TOKENS, tokens / max(1, self.ready), 0.0, running, START_S)
-        reports = [ReplicaReport(one, Demand()) for _ in range(self.ready)]
+        reports = [ReplicaReport(one) for _ in range(self.ready)]
         if reports:
-            reports[0] = replace(reports[0], demand=demand)
+            reports[0] = replace(reports[0], demands={"ingress": demand})
         view = ScalingView(self.now_s, self.ready, self.target, self.least, self.most, reports)
         decision = self.policy.decide(view, self.state)
         self.state = decision.state
@@ -204,6 +204,29 @@ def test_the_start_is_measured() -> None:
     assert slow.state.start_s is not None and slow.state.start_s > 100
     slow.run(150, busy(0.5))
     assert slow.target == 3, "fewer have to suffice for twice the measured start"
+
+
+def test_the_start_is_measured_where_replicas_are_asked_for_while_others_start() -> None:
+    """The working set grows every 7 s, so that a replica is asked for up to twice while another one starts."""
+    timeline = Timeline()
+    measured = set()
+    for tokens in (10_000, 100_000, 190_000, 260_000, 260_000, 260_000, 260_000, 420_000, 420_000, 420_000, 420_000):
+        for _ in range(7):
+            timeline.run(1, busy(0.1, tokens=tokens))
+            measured.add(timeline.state.start_s)
+    assert timeline.sizes == [2, 3, 4, 6] and timeline.ready == 6
+    assert measured == {None, START_S}
+
+
+def test_replicas_that_are_no_longer_wanted_leave_no_measurement() -> None:
+    """The maximum falls to one while two replicas start, and rises again: the start is measured from then on."""
+    timeline = Timeline(most=3).run(5, busy(0.1, tokens=200_000))
+    timeline.starting, timeline.target = [], 1
+    timeline.most = 1
+    timeline.run(100, busy(0.1, tokens=200_000))
+    timeline.most = 3
+    timeline.run(40, busy(0.1, tokens=200_000))
+    assert timeline.ready == 3 and timeline.state.start_s == START_S
 
 
 def test_bounds() -> None:

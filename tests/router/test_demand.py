@@ -29,7 +29,7 @@ def test_rates_are_over_the_last_seconds_only() -> None:
     assert demand.turn_work == pytest.approx(0.5, rel=0.02)
     assert (demand.program_work, demand.program_s) == (30.0 / PROGRAMS_WITHIN_S, 100.0)
     later = meter.demand(200.0, 0.0, 0.0)
-    assert later == Demand()
+    assert later == Demand(at_s=200.0)
     assert len(meter._turn_work._amounts) == 0
 
 
@@ -45,7 +45,7 @@ def test_misses_are_differences_of_counts() -> None:
     meter.ended(1.0, 100, 10)
     meter.ended(2.0, 130, 11)
     assert meter.demand(2.0, 0.0, 0.0).turns == 130
-    assert meter.demand(21.5, 0.0, 0.0) == Demand(turns=30, missed=1)
+    assert meter.demand(21.5, 0.0, 0.0) == Demand(turns=30, missed=1, at_s=21.5)
 
 
 def test_the_engine_counts_what_it_sends_and_what_waits() -> None:
@@ -71,11 +71,11 @@ def test_the_engine_counts_what_it_sends_and_what_waits() -> None:
 
 def test_a_report_survives_the_way_through_ray() -> None:
     load = ReplicaLoadReport(100.0, 50.0, 1.5, 3.0, 20.0)
-    report = ReplicaReport(load, Demand(turn_work=1.0, missed=2.0))
+    report = ReplicaReport(load, {"a": Demand(turn_work=1.0, missed=2.0, at_s=7.0), "b:c": Demand(turns=1.0)})
     assert ReplicaReport.of(report.numbers()) == report
     assert all(isinstance(number, float) for number in report.numbers().values())
-    broken = {"kv_tokens": float("nan"), "turns": -1.0, "demand_turns": float("inf"), "other": 1.0}
-    assert ReplicaReport.of(broken) == ReplicaReport(ReplicaLoadReport(), Demand())
+    broken = {"kv_tokens": float("nan"), "turns": -1.0, "demand_turns:a": float("inf"), "other": 1.0}
+    assert ReplicaReport.of(broken) == ReplicaReport(ReplicaLoadReport(), {"a": Demand()})
 
 
 def test_demands_of_ingresses_are_added() -> None:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
+from router.admission_queue import LOOKAHEAD
 from router.decisions import Go, Home, Placed, Refuse, Refused, Wait
-from router.placement_engine import PlacementEngine
+from router.placement_engine import CHILD_TRIES, PlacementEngine
+from router.placement_policy import PlacementPolicy
 from router.settings import EngineSettings
 from tests.router.router_views import request, snapshot
 
@@ -531,3 +533,50 @@ def test_waiting_children_come_before_programs_of_less_work_while_their_siblings
     assert [site.come("other", 10_000), site.come("x/2", 30_000, parent_key="x")] == [Wait()] * 2
     site.end("y")
     assert site.admit() == ["x/2", "other"]
+
+
+@pytest.mark.parametrize("families", [1, 100])
+def test_children_that_wait_are_not_all_tried_each_time(families: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those that are tried as programs of their tenant."""
+    site, tried = crowd(families, 200 // families), 0
+    eligible = PlacementPolicy.eligible
+
+    def count(policy: PlacementPolicy, *arguments: Any, **more: Any) -> list[Any]:
+        nonlocal tried
+        tried += 1
+        return eligible(policy, *arguments, **more)
+
+    monkeypatch.setattr(PlacementPolicy, "eligible", count)
+    assert site.admit() == []
+    assert tried <= CHILD_TRIES + 2 * LOOKAHEAD
+
+
+def test_a_child_that_fits_is_found_whichever_parents_children_came_first() -> None:
+    site = crowd(100, 1)
+    assert site.come("p99/last", 15_000, parent_key="p99") == Wait()
+    site.end("filler")
+    times = next(times for times in range(100) if site.admit() == ["p99/last"])
+    assert 0 < times <= 100 / CHILD_TRIES
+
+
+def test_children_that_fit_are_admitted_at_once_however_many() -> None:
+    site = crowd(1, 20, tokens=1000)
+    site.end("filler")
+    assert site.admit() == [f"p0/{n}" for n in range(20)]
+
+
+def crowd(families: int, waiting: int, tokens: int = 60_000) -> Site:
+    """A full replica with a program of 20,000 tokens beside parents: each has a child that lives, and some that wait.
+
+    These come before all programs of another priority.
+    """
+    site = Site(stale_s=1e6, max_wait_s=1e9)
+    for n in range(families):
+        site.come(f"p{n}", 100)
+        assert isinstance(site.come(f"p{n}/lives", 100, parent_key=f"p{n}"), Go)
+    site.come("rest", 80_000 - 200 * families)
+    assert isinstance(site.come("filler", 20_000), Go)
+    for n in range(families * waiting):
+        parent = f"p{n % families}"
+        assert site.come(f"{parent}/{n // families}", tokens, parent_key=parent, priority=-1) == Wait()
+    return site

@@ -152,6 +152,32 @@ def test_never_a_replica_that_drains_serves_another_model_or_has_failed_the_turn
         assert one.replica == "r1" and not one.draining and one.model != "other"
 
 
+@pytest.mark.parametrize("filters", [tuple(FILTERS), tuple(FILTERS)[::-1]])
+@pytest.mark.parametrize(
+    ("draining", "serving"),
+    [({}, {"suspect": True}), ({}, {"kv_tokens": 500.0}), ({"model": "other"}, {"suspect": True, "kv_tokens": 500.0})],
+)
+def test_a_replica_that_serves_is_used_where_only_one_that_may_not_be_used_is_better(
+    filters: tuple[str, ...], draining: dict[str, object], serving: dict[str, object]
+) -> None:
+    """One replica drains. The other serves, but is suspect or too small for the turn, as no better one is there."""
+    policy = PlacementPolicy.of(EngineSettings(filters=filters), model="m")
+    leaves, serves = some("r0", draining=True, **draining), some("r1", **serving)
+    assert policy.eligible(TURN, [leaves, serves]) == [serves]
+
+
+def test_a_tenants_part_is_of_the_replicas_that_serve() -> None:
+    policy = PlacementPolicy.of(EngineSettings(tenant_spread=0.5))
+    replicas = [some(name, draining=name in ranked(TURN.tenant, REPLICAS)[:4]) for name in REPLICAS]
+    assert len(policy.eligible(TURN, replicas)) == 2
+
+
+def some(replica: str, **fields: object) -> Candidate:
+    """An idle replica; of its fields, those of `Candidate` by their names, and others as those of its load."""
+    own = {name: fields.pop(name) for name in ("draining", "suspect", "model") if name in fields}
+    return replace(idle(replica, **fields), **own)  # type: ignore[arg-type]
+
+
 def idle(replica: str, **fields: object) -> Candidate:
     costs = {name: getattr(COSTS, name) for name in COSTS.__struct_fields__}
     load = ReplicaLoad(**{**costs, "kv_tokens": 1e5, "free_tokens": 1e5, **fields})  # type: ignore[arg-type]

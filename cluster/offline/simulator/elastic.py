@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from cluster.core.errors import ConfigError
 from cluster.core.registry import AUTOSCALERS
 from cluster.core.replica_snapshot import ReplicaSnapshot
-from cluster.core.scaling_report import Demand, ReplicaLoadReport, ReplicaReport
+from cluster.core.scaling_report import ReplicaLoadReport, ReplicaReport
 from cluster.offline.simulator.ray_autoscaler import RayQueueLength
 from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway, TurnRouter
 from replicas.control import dispatch
@@ -185,7 +185,7 @@ class ScaledRouter:
         loads = [
             ReplicaLoadReport.of_snapshot(snapshot, self._scaling.start_s) for snapshot in self.front.latest.values()
         ]
-        reports = [ReplicaReport(load, Demand() if number else demand) for number, load in enumerate(loads)]
+        reports = [ReplicaReport(load, {} if number else {"": demand}) for number, load in enumerate(loads)]
         return ScalingView(now_s, len(self.present), self._target, self._scaling.least, len(self._replicas), reports)
 
 
