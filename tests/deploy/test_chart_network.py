@@ -49,10 +49,10 @@ def test_who_scrapes_reaches_the_api_only_if_it_has_the_metrics(scrape: str, por
 @pytest.mark.parametrize(
     ("ingress", "seconds"),
     [
-        ({"className": "nginx"}, "1200"),
-        ({"className": "nginx-internal"}, "1200"),
-        ({"controller": "nginx"}, "1200"),
-        ({"className": "internal", "controller": "nginx"}, "1200"),
+        ({"className": "nginx"}, "3660"),
+        ({"className": "nginx-internal"}, "3660"),
+        ({"controller": "nginx"}, "3660"),
+        ({"className": "internal", "controller": "nginx"}, "3660"),
         ({"className": "nginx", "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "9"}}, "9"),
         ({"className": "traefik"}, None),
         ({}, None),
