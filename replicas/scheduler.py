@@ -86,7 +86,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue
+from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue, first_admissible
 
 
 class AgentScheduler(LoadingScheduler):
@@ -297,9 +297,9 @@ class AgentScheduler(LoadingScheduler):
         )
 
     def _preempt_sheddable(self) -> None:
-        policy, queue = self.policies.preemption, self._select_waiting_queue_for_scheduling()
-        if policy is not None and queue is not None:
-            self.preempt(self.preemption.victims(queue.peek_request(), self.running, policy, full=self.is_full))
+        policy, first = self.policies.preemption, first_admissible(self.waiting_queues)
+        if policy is not None and first is not None:
+            self.preempt(self.preemption.victims(first.request, self.running, policy, full=self.is_full))
             self.views.load = self.load_now()
 
     def _order_prefills(self) -> None:
@@ -315,11 +315,11 @@ class AgentScheduler(LoadingScheduler):
 
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
-        queue = self._select_waiting_queue_for_scheduling()
-        if queue is None:
+        if (first := first_admissible(self.waiting_queues)) is None:
             return None
+        self.consider(first.request)
         cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
-        head = head_of(queue, self._missing_tokens, cached, self.block_size)
+        head = head_of(first, self._missing_tokens, cached, self.block_size)
         return head if head is not None and head.tokens <= self.views.load.free_tokens else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
