@@ -49,12 +49,9 @@ class RankedQueue(RequestQueue):
         self,
         rank: Callable[[Request], RankKey],
         missing_tokens: Callable[[Request], int],
-        before_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._missing_tokens = missing_tokens
-        self._before_look = before_look
-        """Called before the head is looked at. It may call :meth:`rerank_later`."""
         self._missing: dict[str, int] = {}
         """Of each request that is not late."""
         self._heap: list[tuple[RankKey, int, str]] = []
@@ -151,7 +148,6 @@ class RankedQueue(RequestQueue):
         return found
 
     def _first(self) -> tuple[RankKey, int, Request]:
-        self._before_look()
         if self._stale:
             stale, self._stale = self._stale, {}
             self.rerank(stale)
@@ -209,12 +205,18 @@ class RankedQueue(RequestQueue):
                 if rank != before:
                     self._enter(rank, number, request)
 
-    def refresh(self, steps: int) -> None:
+    def refresh(self, steps: int | None, changed: Iterable[str] = ()) -> None:
         """Compute a share of the ranks again. It is called once a step.
 
         No rank is older than ``steps`` calls. With more than ``steps`` · RANKS_A_STEP requests the period is longer, so
         that a step costs the same however long the queue is.
+
+        Args:
+            steps: the period. None: ranks do not change with time.
+            changed: ids of requests whose ranks have changed, in this queue or not. However many they are, a step
+                computes RANKS_A_STEP ranks at most. The rest follows in the next steps.
         """
+        self._refreshes.hasten(changed)
         self.rerank(self._refreshes.next(steps))
 
     def rerank_all(self) -> None:
