@@ -1,14 +1,22 @@
-"""Reviews of holds: the pause policy decides again while a pause lasts."""
+"""Decisions about holds: what a client asks for comes first, and the pause policy decides again while a pause lasts."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from cluster.core.kv_price import Place
-from cluster.core.lifecycle.events import Event, HoldEnded, ReleaseReason, Swapped
+from cluster.core.lifecycle.events import Event, HoldEnded, PauseReason, ReleaseReason, Swapped
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
-from replicas.policy import Hold, HoldView, PausePolicy, Swap
+from replicas.policy import Hold, HoldView, PauseDecision, PausePolicy, PauseView, Policy, Swap
 
 Block = TypeVar("Block")
+
+
+def decide(policy: Policy, pause: PauseView) -> PauseDecision:
+    """Return the decision about a pause: hold for as long as the client asks (``retention_s``), else the policy's."""
+    asked_s = pause.hints.retention_s
+    if asked_s is None or not policy.meets_requests:
+        return policy.pause.decide(pause)
+    return Hold(pause.now_s + max(0.0, asked_s), reason=PauseReason.RETENTION)
 
 
 class HoldReviews(Generic[Block]):

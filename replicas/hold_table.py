@@ -2,9 +2,10 @@
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from typing import Generic, TypeVar
 
 from cluster.core.errors import IntegrityError
@@ -34,6 +35,7 @@ class RoundRobin(Generic[Key]):
         self._most = most
         self._step = 0
         self._looked: OrderedDict[Key, int] = OrderedDict()
+        self._hastened: dict[Key, None] = {}
 
     def __len__(self) -> int:
         return len(self._looked)
@@ -46,21 +48,33 @@ class RoundRobin(Generic[Key]):
     def remove(self, key: Key) -> None:
         """Remove a key, if it is here."""
         self._looked.pop(key, None)
+        self._hastened.pop(key, None)
 
-    def next(self, steps: int) -> list[Key]:
+    def hasten(self, keys: Iterable[Key]) -> None:
+        """Let those keys that are here be visited in the next step, or as soon as its bound allows."""
+        self._hastened.update((key, None) for key in keys if key in self._looked)
+
+    def next(self, steps: int | None) -> list[Key]:
         """Return the keys to visit in this step. It is called once in each step.
 
-        These are an equal share of all keys, and those that would otherwise wait for more than ``steps`` steps,
-        ``most`` at most.
+        These are an equal share of all keys, those that would otherwise wait for more than ``steps`` steps, and those
+        that are hastened, ``most`` at most. Of these, half are left to keys that are hastened. Without ``steps``, only
+        these are visited.
         """
         self._step += 1
-        share, due = -(-len(self._looked) // steps), self._step - steps
         keys: list[Key] = []
-        for key, looked in self._looked.items():
-            if len(keys) >= self._most or (len(keys) >= share and looked > due):
-                break
-            keys.append(key)
+        if steps is not None:
+            share, due = -(-len(self._looked) // steps), self._step - steps
+            most = self._most - min(len(self._hastened), self._most // 2)
+            for key, looked in self._looked.items():
+                if len(keys) >= most or (len(keys) >= share and looked > due):
+                    break
+                keys.append(key)
         for key in keys:
+            self._hastened.pop(key, None)
+        keys += islice(self._hastened, self._most - len(keys))
+        for key in keys:
+            self._hastened.pop(key, None)
             self._looked[key] = self._step
             self._looked.move_to_end(key)
         return keys

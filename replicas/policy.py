@@ -431,5 +431,7 @@ class Policy:
     """None: running turns are preempted as in vLLM, where another running turn lacks memory."""
     evicts_ends: bool = False
     """Whether a turn that lacks memory gets only the end of a hold, as much as it lacks. False: the whole hold ends."""
+    meets_requests: bool = True
+    """Whether a context is held for as long as its client asks, whatever the pause policy would decide."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""

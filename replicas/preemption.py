@@ -15,9 +15,6 @@ from replicas.policy import PreemptionPolicy, RunningView, ShortageView
 from replicas.turns import Turn
 from replicas.views import Views
 
-ADMISSIBLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-"""Statuses of turns that wait for nothing but memory and a place in the batch."""
-
 
 class Preemption:
     """The preemptions of one scheduler.
@@ -72,13 +69,13 @@ class Preemption:
         """Return the ids of the running turns that are preempted before the next step.
 
         Args:
-            head: the waiting turn that is admitted next.
+            head: the waiting turn that is admitted next, which waits for nothing but memory and a place in the batch.
             running: vLLM's list.
             policy: the policy.
             full: whether the batch is full.
         """
         refused, self._refused = self._refused, None
-        if head.status not in ADMISSIBLE or head.request_id in self.sheddable:
+        if head.request_id in self.sheddable:
             return ()
         if refused is not None and refused[0] == head.request_id:
             lacking = refused[1] * self._block_tokens

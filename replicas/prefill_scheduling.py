@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from replicas.cached_prefix import leading_blocks
 from replicas.policy import IsLate, RankKey
-from replicas.waiting_queue import RankedQueue
+from replicas.waiting_queue import Ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,26 @@ class Head:
 
 
 def head_of(
-    queue: RankedQueue,
+    first: Ranked,
     missing: Callable[[Request], int],
     cached: Callable[[BlockHash], bool] | None,
     block_tokens: int,
 ) -> Head | None:
-    """Return the first turn of a queue. None: vLLM skips it in this step, see `replicas.single_flight`.
+    """Return the waiting turn that is admitted next. None: vLLM skips it in this step, see `replicas.single_flight`.
 
     Args:
-        queue: the queue, which is not empty.
+        first: the first turn that can be admitted.
         missing: returns the tokens of a waiting turn that are not held for it.
         cached: returns whether the prefix cache has a block. None: it is not looked up.
         block_tokens: tokens of a block.
     """
-    request = queue.peek_request()
+    rank, request = first
     if request.num_stale_output_tokens:
         return None
     tokens = missing(request)
     if cached is not None and not request.num_computed_tokens:
         tokens = min(tokens, max(1, request.num_tokens - leading_blocks(request.block_hashes, cached) * block_tokens))
-    return Head(request.request_id, queue.peek_rank(), tokens)
+    return Head(request.request_id, rank, tokens)
 
 
 class PrefillScheduling:

@@ -8,7 +8,7 @@ Each program has the work that is expected of it, and each node the sums over al
 a whole tree is known at once. All is pure: the caller gives the time in seconds, and lengths are in tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from cluster.core.errors import IntegrityError
@@ -135,7 +135,7 @@ class ProgramTrees:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
-        self._changed: list[str] = []
+        self._changed: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -218,9 +218,9 @@ class ProgramTrees:
             return max(LEAST_S, *(_left_s(child, load) for child in node.children.values()))
         return None if node.last_end_s is None else max(LEAST_S, load.now_s - node.last_end_s)
 
-    def take_changed_turns(self) -> list[str]:
+    def take_changed_turns(self) -> Collection[str]:
         """Return the turns in flight whose trees have changed since the last call, as their ranks depend on them."""
-        changed, self._changed = self._changed, []
+        changed, self._changed = self._changed, {}
         return changed
 
     def check_integrity(self) -> None:
@@ -247,7 +247,7 @@ class ProgramTrees:
             each.total += work
         root = _root(node)
         if root.children:
-            self._changed.extend(turn_id for each in _family(root) for turn_id in each.turn_ids)
+            self._changed.update((turn_id, None) for each in _family(root) for turn_id in each.turn_ids)
 
     def _attach(self, node: _Node, parent: str) -> None:
         """Make a program a child, if its parent has no turn in flight. Its own descendants cannot be its parent."""
@@ -265,7 +265,7 @@ class ProgramTrees:
             return
         del above.children[node.key]
         self._add(above, NO_WORK - node.total)
-        self._changed.extend(node.turn_ids)
+        self._changed.update(dict.fromkeys(node.turn_ids))
         if not above.is_here and not above.children:
             self._detach(above)
             self._nodes.pop(above.key, None)

@@ -23,7 +23,7 @@ SURE = 0.95
 MEMORY = 1000.0
 """Number of programs that are remembered of each tool: above it, the counts of earlier ones are halved."""
 MAX_TOOLS = 256
-"""Largest number of tools. Beyond it, the one that was called first is forgotten."""
+"""Largest number of tools. Beyond it, the one that was called least recently is forgotten."""
 MAX_ENDED = 4096
 """Largest number of programs of each tool that count as ended and are still recognized if they come back."""
 SAMPLE = 32
@@ -88,6 +88,8 @@ class Returns:
             known = self._tools[tool] = _Tool()
             if len(self._tools) > MAX_TOOLS:
                 self._tools.popitem(last=False)
+        else:
+            self._tools.move_to_end(tool)
         return known
 
 

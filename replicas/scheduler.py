@@ -61,7 +61,7 @@ from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.gpu_time import GpuTimes
-from replicas.hold_reviews import HoldReviews
+from replicas.hold_reviews import HoldReviews, decide
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.kv_groups import KvGroups
 from replicas.lifecycle_actions import LifecycleActions
@@ -86,7 +86,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue
+from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue, first_admissible
 
 
 class AgentScheduler(LoadingScheduler):
@@ -107,8 +107,7 @@ class AgentScheduler(LoadingScheduler):
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()
         self.durations, self.duration_changes = DurationTable(), DurationChanges()
-        queue = (self._rank, self._missing_tokens, lambda: self._rerank_later(self.trees.take_changed_turns()))
-        self.waiting_queues = tuple(RankedQueue(*queue) for _ in range(2))
+        self.waiting_queues = tuple(RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
@@ -245,9 +244,9 @@ class AgentScheduler(LoadingScheduler):
             self._preempt_sheddable()
         self._order_prefills()
         self.reviews.step(self.policies.pause, self.views.load.now_s)
-        if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
-            for queue in self.waiting_queues:
-                queue.refresh(refresh_steps)
+        changed = self.trees.take_changed_turns()
+        for queue in self.waiting_queues:  # ranks change with time, and with what is ahead of other programs
+            queue.refresh(self.policies.order.refresh_steps, changed)
         budget, room = self.facts.max_tokens, 0
         if self.scheduler_config.enable_chunked_prefill:  # else vLLM never admits a prompt that is above the budget
             budget = min(max(1, self.policies.budget.tokens(self.views.load)), budget)
@@ -297,9 +296,9 @@ class AgentScheduler(LoadingScheduler):
         )
 
     def _preempt_sheddable(self) -> None:
-        policy, queue = self.policies.preemption, self._select_waiting_queue_for_scheduling()
-        if policy is not None and queue is not None:
-            self.preempt(self.preemption.victims(queue.peek_request(), self.running, policy, full=self.is_full))
+        policy, first = self.policies.preemption, first_admissible(self.waiting_queues)
+        if policy is not None and first is not None:
+            self.preempt(self.preemption.victims(first.request, self.running, policy, full=self.is_full))
             self.views.load = self.load_now()
 
     def _order_prefills(self) -> None:
@@ -315,11 +314,11 @@ class AgentScheduler(LoadingScheduler):
 
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
-        queue = self._select_waiting_queue_for_scheduling()
-        if queue is None:
+        if (first := first_admissible(self.waiting_queues)) is None:
             return None
+        self.consider(first.request)
         cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
-        head = head_of(queue, self._missing_tokens, cached, self.block_size)
+        head = head_of(first, self._missing_tokens, cached, self.block_size)
         return head if head is not None and head.tokens <= self.views.load.free_tokens else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -496,7 +495,7 @@ class AgentScheduler(LoadingScheduler):
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         pause = replace(pause, host_room=self.swapping.host_room(key), on_disk=self.swapping.will_be_on_disk(key))
         self.cached_prefixes.keep(key, self.groups.main_hashes(request.block_hashes), context_tokens, pause.forecast)
-        decision = self.policies.pause.decide(pause) if self.groups.caching else Release(PauseReason.NO_PREFIX_CACHE)
+        decision = decide(self.policies, pause) if self.groups.caching else Release(PauseReason.NO_PREFIX_CACHE)
         hold_s = None
         if isinstance(decision, Hold):
             kv = KvDecision.HOLD
@@ -515,7 +514,7 @@ class AgentScheduler(LoadingScheduler):
         """Hold the blocks of a turn that has ended. Return the length of the hold in seconds."""
         now_s = pause.now_s
         until_s = max(now_s, min(decision.until_s, now_s + self.settings.limits.max_pin_s))
-        origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
+        origin = HoldOrigin.ASKED if decision.reason is PauseReason.RETENTION else HoldOrigin.POLICY
         blocks = self.take_blocks(request)
         self.stats.holds_change()
         if pause.context_tokens < computed_tokens(request):  # the output will not return in a prompt
@@ -563,8 +562,8 @@ class AgentScheduler(LoadingScheduler):
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""
-        queues, turns = self.waiting_queues, self.turns
-        return self.fits_beside(found, [one for queue in queues for one in queue if turns[one.request_id].key != key])
+        waiting = [one for queue in self.waiting_queues for one in queue if self.turns[one.request_id].key != key]
+        return self.fits_beside(found, map(self._missing_tokens, waiting))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""

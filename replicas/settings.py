@@ -145,7 +145,8 @@ class SchedulerSettings(BaseModel):
 def build_policy(config: PolicyConfig) -> Policy:
     """Return the configured policy, with axes of other policies where the configuration mixes them.
 
-    ``is_late``, ``max_wait_s`` and ``guards_memory`` belong to the order, which defines what a rank means.
+    ``is_late``, ``max_wait_s`` and ``guards_memory`` belong to the order, which defines what a rank means, and
+    ``evicts_ends`` and ``meets_requests`` to the pause, which knows its holds. The rest is that of the policy ``name``.
     """
 
     def axes_of(name: str) -> Policy:
@@ -154,12 +155,15 @@ def build_policy(config: PolicyConfig) -> Policy:
 
     whole: Policy = POLICIES.load(config.name).model_validate(config.parameters).build()
     ordering = axes_of(config.order) if config.order else whole
+    pausing = axes_of(config.pause) if config.pause else whole
     return replace(
         whole,
         order=ordering.order,
         is_late=ordering.is_late,
         max_wait_s=ordering.max_wait_s,
         guards_memory=ordering.guards_memory,
-        pause=axes_of(config.pause).pause if config.pause else whole.pause,
+        pause=pausing.pause,
+        evicts_ends=pausing.evicts_ends,
+        meets_requests=pausing.meets_requests,
         budget=axes_of(config.budget).budget if config.budget else whole.budget,
     )

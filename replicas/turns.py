@@ -209,7 +209,8 @@ class ToolNames:
     """Reads tool names out of the output tokens of one model.
 
     Attributes:
-        parser_failures: number of times that vLLM's parser raised. The text formats were read instead.
+        parser_failures: number of times that vLLM's parser or the tokenizer raised. The text formats were read instead
+            of what the parser reads, and nothing where there is no text.
     """
 
     def __init__(self, tokenizer: Decoder, parser_name: str | None) -> None:
@@ -227,10 +228,15 @@ class ToolNames:
     def __call__(self, output_token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the names in order, repeated where a tool is called twice.
 
-        They are empty if the output has no call.
+        They are empty if the output has no call, or if the tokenizer raises.
         """
-        # Special tokens stay: in some formats they are what marks a call.
-        text = self._tokenizer.decode(list(output_token_ids[-MAX_READ_TOKENS:]), skip_special_tokens=False)
+        try:
+            # Special tokens stay: in some formats they are what marks a call.
+            text = self._tokenizer.decode(list(output_token_ids[-MAX_READ_TOKENS:]), skip_special_tokens=False)
+        except Exception as error:  # noqa: BLE001
+            # A tokenizer may raise on an id that only the model has.
+            self._fails("the tokenizer failed, reading no tool calls: %r", error)
+            return ()
         if self._parse is not None:
             try:
                 names = bounded(self._parse(text))
@@ -243,9 +249,12 @@ class ToolNames:
         return tool_names(text)
 
     def _fall_back(self, error: Exception) -> None:
+        self._fails("tool parser %r failed, reading text formats instead: %r", self._parser_name, error)
+
+    def _fails(self, message: str, *arguments: object) -> None:
         self.parser_failures += 1
         if self.parser_failures == 1:
-            logger.warning("tool parser %r failed, reading text formats instead: %r", self._parser_name, error)
+            logger.warning(message, *arguments)
 
 
 def _vllm_parser(tokenizer: Decoder, name: str) -> Callable[[str], list[str]]:

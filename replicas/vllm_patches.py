@@ -221,9 +221,9 @@ class LoadingScheduler(StoppedScheduler):
         remote, _ = self.connector.get_num_new_matched_tokens(request, local)
         return None if remote is None else FoundContext(blocks, local, remote)
 
-    def fits_beside(self, found: FoundContext, others: Sequence[Request]) -> bool:
-        """Return whether free memory suffices for a context and for all tokens of other requests, which have none."""
-        wanted = sum(self.groups.blocks_of(request.num_tokens + self.block_size) for request in others)
+    def fits_beside(self, found: FoundContext, others: Iterable[int]) -> bool:
+        """Return whether free memory suffices for a context and for the tokens that other requests lack."""
+        wanted = sum(self.groups.blocks_of(tokens + self.block_size) for tokens in others)
         shared = sum(block.ref_cnt > 0 for block in self.groups.in_order(found.blocks.blocks))
         free = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
         return bool(self.groups.blocks_of(found.local + found.remote) - shared + wanted <= free)

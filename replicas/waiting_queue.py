@@ -4,9 +4,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from replicas.hold_table import RoundRobin
 from replicas.policy import IsLate, RankKey
@@ -23,6 +24,18 @@ RANKS_A_STEP = 16
 """Largest number of ranks that one step computes again. Each takes about 13 µs, and a step of `schedule` 2 ms."""
 SLACK = 16
 """Entries of the heap, beyond two for each request, after which stale ones are dropped."""
+ADMISSIBLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""Statuses of turns that wait for nothing but memory and a place in the batch. The others wait for their context, which
+is being loaded, or for their grammar, and vLLM skips them."""
+LOOKS = 16
+"""Largest number of requests of a queue of which the first admissible one is found."""
+
+
+class Ranked(NamedTuple):
+    """A waiting turn and its rank."""
+
+    rank: RankKey
+    request: Request
 
 
 class RankedQueue(RequestQueue):
@@ -36,12 +49,9 @@ class RankedQueue(RequestQueue):
         self,
         rank: Callable[[Request], RankKey],
         missing_tokens: Callable[[Request], int],
-        before_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._missing_tokens = missing_tokens
-        self._before_look = before_look
-        """Called before the head is looked at. It may call :meth:`rerank_later`."""
         self._missing: dict[str, int] = {}
         """Of each request that is not late."""
         self._heap: list[tuple[RankKey, int, str]] = []
@@ -121,8 +131,23 @@ class RankedQueue(RequestQueue):
         """
         return self._first()[0]
 
+    def first_admissible(self) -> Ranked | None:
+        """Return the request that is admitted next of those that can be. None: the first `LOOKS` requests cannot."""
+        if not self._entries:
+            return None
+        self._first()
+        skipped: list[tuple[RankKey, int, str]] = []
+        found: Ranked | None = None
+        while found is None and len(skipped) < LOOKS and (top := self._top()) is not None:
+            if top[2].status in ADMISSIBLE:
+                found = Ranked(top[0], top[2])
+            else:
+                skipped.append(heapq.heappop(self._heap))
+        for entry in skipped:
+            heapq.heappush(self._heap, entry)
+        return found
+
     def _first(self) -> tuple[RankKey, int, Request]:
-        self._before_look()
         if self._stale:
             stale, self._stale = self._stale, {}
             self.rerank(stale)
@@ -180,12 +205,18 @@ class RankedQueue(RequestQueue):
                 if rank != before:
                     self._enter(rank, number, request)
 
-    def refresh(self, steps: int) -> None:
+    def refresh(self, steps: int | None, changed: Iterable[str] = ()) -> None:
         """Compute a share of the ranks again. It is called once a step.
 
         No rank is older than ``steps`` calls. With more than ``steps`` · RANKS_A_STEP requests the period is longer, so
         that a step costs the same however long the queue is.
+
+        Args:
+            steps: the period. None: ranks do not change with time.
+            changed: ids of requests whose ranks have changed, in this queue or not. However many they are, a step
+                computes RANKS_A_STEP ranks at most. The rest follows in the next steps.
         """
+        self._refreshes.hasten(changed)
         self.rerank(self._refreshes.next(steps))
 
     def rerank_all(self) -> None:
@@ -213,3 +244,11 @@ class RankedQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         ordered = sorted(self._entries.values(), key=lambda entry: entry[:2])
         return (request for _, _, request in ordered)
+
+
+def first_admissible(queues: tuple[RankedQueue, RankedQueue]) -> Ranked | None:
+    """Return the turn of vLLM's two queues that is admitted next of those that can be, as vLLM chooses: at equal ranks,
+    that of the second one.
+    """
+    first, second = (queue.first_admissible() for queue in queues)
+    return first if second is None or (first is not None and first.rank < second.rank) else second

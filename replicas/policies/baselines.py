@@ -74,7 +74,7 @@ class VllmParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        return Policy("vllm", ArrivalOrder(), NoHold(), FullBudget())
+        return Policy("vllm", ArrivalOrder(), NoHold(), FullBudget(), meets_requests=False)
 
 
 class PlasParameters(BaseModel):
@@ -90,7 +90,9 @@ class PlasParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        return Policy("plas", AttainedService(self.quantum_tokens, self.levels), NoHold(), FullBudget())
+        return Policy(
+            "plas", AttainedService(self.quantum_tokens, self.levels), NoHold(), FullBudget(), meets_requests=False
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,9 +359,7 @@ class Stopping:
     worth: float = HOLD_WORTH
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client requests (``retention_s``), else while it pays."""
-        if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + max(0.0, pause.hints.retention_s), reason=PauseReason.RETENTION)
+        """Hold while it pays."""
         return self._choose(pause, 0.0)
 
     def review(self, hold: HoldView) -> PauseDecision:

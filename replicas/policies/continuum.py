@@ -112,12 +112,7 @@ class TimeToLive(Pins):
     parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client requests (``retention_s``), else for the time to live.
-
-        Release if there is a longest one and it is longer.
-        """
-        if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
+        """Hold for the time to live. Release if there is a longest one and it is longer."""
         ttl_s = self.ttl_s(pause)
         if self.parameters.max_ttl_s is not None and ttl_s > self.parameters.max_ttl_s:
             return Release(PauseReason.LONG_PAUSE)
@@ -187,9 +182,7 @@ class CostBenefit(Pins):
     parameters: ContinuumCostParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client requests (``retention_s``), else for tau*. Release if no pin pays."""
-        if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
+        """Hold for tau*. Release if no pin pays."""
         statistics = self._statistics(pause)
         if statistics is None:
             return Hold(pause.now_s + self.parameters.default_ttl_s, reason=PauseReason.DEFAULT_TTL)

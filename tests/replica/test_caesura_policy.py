@@ -310,11 +310,6 @@ def test_what_is_swapped_is_fetched_not_computed() -> None:
     assert work_s(swapped) == pytest.approx(0.01 + 1.0 / 11)
 
 
-def test_a_client_can_ask_to_keep_the_cache() -> None:
-    view = replace(pause(crowded(), durations=table(*[60.0] * 9)), hints=Hints(retention_s=7.0))
-    assert STOPPING.decide(view) == Hold(107.0, "retention")
-
-
 def test_victims_are_programs_past_the_slo_then_what_is_least_worth_its_memory() -> None:
     at = crowded()
     durations = DurationTable.of({"fast": observed(*[0.2] * 9), "slow": observed(*[60.0] * 9)})

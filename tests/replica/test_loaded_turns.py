@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from vllm.v1.request import RequestStatus
 
-from cluster.config.schema import PolicyConfig
+from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
 from cluster.core.program import ProgramIdentity
 from replicas.host_tier import kv_transfer_config
@@ -17,6 +18,7 @@ from replicas.policy import RankKey, TurnView
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink, write_config_only_model
+from tests.replica.policy_views import COST
 
 BLOCK, BLOCKS = 16, 64
 LOAD_S = 1.0
@@ -42,14 +44,13 @@ def is_async(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[None, LongestFirst()], ids=["by arrival", "longest first"])
-def engine(request: pytest.FixtureRequest, is_async: bool, model: Path) -> Iterator[VirtualEngine]:
+def make_engine(model: Path, is_async: bool, policy: str) -> tuple[VirtualEngine, AgentScheduler]:
     clock = ManualClock()
     made = VirtualEngine(
         AgentScheduler,
         model,
         Shape(num_blocks=BLOCKS, host_blocks=400),
-        SchedulerSettings(policy=PolicyConfig(name="vllm")),
+        SchedulerSettings(policy=PolicyConfig(name=policy)),
         is_async,
         VirtualLink(clock, lambda tokens: LOAD_S, BLOCK),
         kv_transfer_config,
@@ -57,6 +58,12 @@ def engine(request: pytest.FixtureRequest, is_async: bool, model: Path) -> Itera
     scheduler = made.scheduler
     assert isinstance(scheduler, AgentScheduler)
     scheduler.clock = clock
+    return made, scheduler
+
+
+@pytest.fixture(params=[None, LongestFirst()], ids=["by arrival", "longest first"])
+def engine(request: pytest.FixtureRequest, is_async: bool, model: Path) -> Iterator[VirtualEngine]:
+    made, scheduler = make_engine(model, is_async, "vllm")
     if request.param is not None:
         scheduler.policies = replace(scheduler.policies, order=request.param)
     yield made
@@ -103,3 +110,23 @@ def test_one_of_several_loaded_turns_goes_on(engine: VirtualEngine) -> None:
     waiting.add(submit(engine, "b", 1, 60))
     assert set(steps(engine, 80)) == waiting
     assert not engine.scheduler.has_unfinished_requests()
+
+
+def test_no_room_is_made_for_a_turn_while_it_loads(model: Path, is_async: bool) -> None:
+    """Steps have 100 tokens, of which a generating turn gets one. A prompt that has begun gets the rest of each."""
+    engine, scheduler = make_engine(model, is_async, "caesura")
+    scheduler.facts = replace(scheduler.facts, cost=COST, slo=SloConfig(ttft_s=1.0), max_tokens=1000)
+    submit(engine, "a", 1, 20)
+    steps(engine, 20)
+    assert scheduler.reset_prefix_cache(), "only the host has the context now"
+    submit(engine, "d", 1, 1, output=50)
+    engine.step()
+    resumed = scheduler.requests[submit(engine, "a", 2, 22)]
+    engine.step()
+    begun = submit(engine, "b", 1, 35)
+    scheduled = [engine.step().num_scheduled_tokens.get(begun, 0) for _ in range(4)]
+    assert resumed.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert scheduled == [99, 99, 99, 99]
+    assert resumed.request_id in steps(engine, 80)
+    assert not scheduler.has_unfinished_requests()
+    scheduler.check_integrity()

@@ -11,6 +11,7 @@ from cluster.core.lifecycle.machine import begin
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.registry import POLICIES
 from cluster.durations.table import DurationTable
+from replicas.hold_table import HoldOrigin
 from replicas.policy import (
     BudgetPolicy,
     Claimant,
@@ -111,6 +112,35 @@ def test_every_program_finishes_and_every_block_comes_back(name: str, asynchrono
     engine.run()
     assert scheduler.reset_prefix_cache()
     assert engine.free_blocks() == shape.num_blocks - 1
+
+
+@EVERY_POLICY
+def test_what_a_client_asks_to_hold_is_held_for_so_long(name: str, tiny_config: Path) -> None:
+    """Also where memory is short, and while the policy reviews its holds. `vllm` and `plas` hold nothing."""
+    settings = SchedulerSettings(policy=PolicyConfig(name=name))
+    engine = VirtualEngine(AgentScheduler, tiny_config, Shape(num_blocks=64), settings)
+    scheduler, clock = engine.scheduler, ManualClock()
+    assert isinstance(scheduler, AgentScheduler)
+    scheduler.clock = clock
+    for program, hints in (("asks", Hints(retention_s=60.0)), ("does_not", Hints())):
+        engine.submit(program, [3000 + len(program)] * 160, 1, ProgramIdentity(program, hints=hints))
+        engine.run()
+    held, other = (scheduler.holds.get(f"default/{program}") for program in ("asks", "does_not"))
+    assert other is None or other.origin is HoldOrigin.POLICY
+    if name in ("vllm", "plas"):
+        assert held is None
+        return
+    assert held is not None
+    assert (held.until_s, held.origin) == (60.0, HoldOrigin.ASKED)
+    engine.submit("running", range(4000, 4500), 100, ProgramIdentity("other", last_turn=True))
+    for _ in range(50):
+        clock.advance(1.0)
+        engine.step()
+    assert scheduler.holds.get("default/asks") == held
+    clock.advance(10.0)
+    engine.step()
+    assert scheduler.holds.get("default/asks") is None
+    engine.run()
 
 
 def test_the_protocols_are_met() -> None:

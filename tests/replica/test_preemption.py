@@ -5,13 +5,19 @@ of a prompt 0.1 s. Its memory has 63 blocks of 16 tokens, which are 1,008.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
-from cluster.config.schema import SloConfig
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
 from cluster.core.program import Hints, ProgramIdentity
-from replicas.virtual_engine import VirtualEngine
+from replicas.host_tier import kv_transfer_config
+from replicas.scheduler import AgentScheduler
+from replicas.settings import SchedulerSettings
+from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 from tests.replica.policy_views import COST
 from tests.replica.test_timelines import SYNC_AND_ASYNC, Programs
 
@@ -179,3 +185,33 @@ def test_a_turn_that_is_preempted_between_two_steps_may_run_in_the_next(yielding
     assert again.req_ids == [batch]
     assert again.resumed_req_ids == {batch}
     assert len(again.all_token_ids[batch]) == p.scheduler.requests[batch].num_tokens - 1
+
+
+@SYNC_AND_ASYNC
+def test_a_batch_turn_yields_while_another_turn_loads_from_the_host(tiny_config: Path, asynchronous: bool) -> None:
+    """The turn that loads comes first, but it lacks nothing."""
+    clock, load_s = ManualClock(), [0.0]  # seconds of a load that begins now
+    engine = VirtualEngine(
+        AgentScheduler,
+        tiny_config,
+        Shape(num_blocks=64, host_blocks=400),
+        SchedulerSettings(policy=PolicyConfig(name="caesura")),
+        asynchronous,
+        VirtualLink(clock, lambda tokens: load_s[0], 16),
+        kv_transfer_config,
+    )
+    engine.scheduler.clock = clock  # type: ignore[attr-defined]
+    p = Yielding(engine)
+    p.turn("a", 100, 5)
+    assert p.scheduler.reset_prefix_cache(), "only the host has the context now"
+    batch, load_s[0] = p.batch(), 1.0
+    p.pass_s(0.2)
+    loading = p.scheduler.requests[p.arrive("a", 10)]
+    chat = p.submit("chat", 600, 20)
+    assert chat in p.pass_s(0.05)
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert p.scheduler.requests[batch].num_preemptions == 1
+    load_s[0] = 0.0
+    while p.scheduler.has_requests():
+        p.pass_s(1.0)
+    p.scheduler.check_integrity()

@@ -166,6 +166,14 @@ def test_earlier_programs_and_tools_are_forgotten_and_nothing_grows() -> None:
     assert not [key for key in returns._waits_for if key.startswith("q")]
 
 
+def test_the_tool_that_was_called_least_recently_is_forgotten() -> None:
+    returns = Returns()
+    for number in range(2 * MAX_TOOLS):
+        returns.paused("one", TOOL, 0.0)
+        returns.paused("two", f"tool{number}", 0.0)
+    assert returns._tools.keys() == {TOOL, *(f"tool{number}" for number in range(MAX_TOOLS + 1, 2 * MAX_TOOLS))}
+
+
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 

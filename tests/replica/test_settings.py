@@ -7,12 +7,12 @@ import pytest
 
 from cluster.app import engine_kwargs
 from cluster.config.loader import load_config
-from cluster.config.schema import CaesuraConfig
+from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.errors import ConfigError
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.slo import Slo
 from replicas.presets import preset
-from replicas.settings import SchedulerSettings
+from replicas.settings import SchedulerSettings, build_policy
 
 
 @pytest.fixture
@@ -143,3 +143,21 @@ def test_replicas_share_only_the_machines_that_can_have_one(
     monkeypatch.setattr("cluster.app.ray.nodes", lambda: nodes)
     arguments = engine_kwargs(CaesuraConfig.model_validate({"replicas": replicas}))
     assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["replicas_here"] == here
+
+
+@pytest.mark.parametrize(
+    ("mixed", "evicts_ends", "meets_requests"),
+    [
+        ({"name": "caesura"}, True, True),
+        ({"name": "caesura", "pause": "continuum"}, False, True),
+        ({"name": "continuum", "pause": "caesura"}, True, True),
+        ({"name": "caesura", "pause": "vllm"}, False, False),
+        ({"name": "vllm", "order": "caesura"}, False, False),
+    ],
+)
+def test_what_becomes_of_holds_is_the_pause_policys(
+    mixed: dict[str, Any], evicts_ends: bool, meets_requests: bool
+) -> None:
+    built = build_policy(PolicyConfig(**mixed))
+    assert (built.evicts_ends, built.meets_requests) == (evicts_ends, meets_requests)
+    assert built.single_flight == (built.preemption is not None) == (mixed["name"] == "caesura")

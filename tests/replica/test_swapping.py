@@ -299,6 +299,41 @@ def test_a_fetch_leaves_the_memory_that_waiting_turns_want(tiered: Make) -> None
     assert t.phase("a") is Phase.SWAPPED
 
 
+def test_a_fetch_leaves_to_a_turn_that_loads_only_what_it_does_not_own_yet(tiered: Make) -> None:
+    """Of 63 blocks the turn owns 31, and lacks one more. The fetch needs 18."""
+    t = tiered()
+    t.turn("a", 300)
+    t.turn("b", 500)
+    t.overwrite()
+    t.load_s = 1.0
+    loading = t.scheduler.requests[t.arrive("b", 10)]
+    t.step()
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert t.control("tool_finished", "a")["fetching"]
+    t.step()
+    assert (t.phase("a"), t.scheduler.counters["fetch_failed"]) == (Phase.FETCHING, 0)
+
+
+def test_a_fetch_leaves_to_a_turn_with_held_blocks_only_what_it_lacks(tiered: Make) -> None:
+    """The turn waits for a place in the batch. Of 63 blocks 25 are used and 19 held, and the fetch needs 6."""
+    t = tiered()
+    t.turn("a", 100)
+    t.overwrite()
+    t.scheduler.policies = replace(t.scheduler.policies, pause=AlwaysSwap(hold_first=True, review_steps=None))
+    t.turn("b", 300)
+    assert t.phase("b") is Phase.HELD
+    t.arrive("c", 390, 5)
+    t.step()
+    for name in ("max_num_running_reqs", "max_num_active_reqs"):  # the latter in newer versions of vLLM
+        if hasattr(t.scheduler, name):
+            setattr(t.scheduler, name, 1)
+    t.arrive("b", 10)
+    assert t.control("tool_finished", "a")["fetching"]
+    t.load_s = 1.0
+    t.step()
+    assert (t.phase("b"), t.phase("a"), t.scheduler.counters["fetch_failed"]) == (Phase.RESUMING, Phase.FETCHING, 0)
+
+
 def test_what_the_device_still_has_is_held_without_a_load(tiered: Make) -> None:
     t = tiered()
     t.turn("a", 100, 5)

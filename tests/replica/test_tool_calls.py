@@ -272,3 +272,17 @@ def test_a_parser_that_raises_does_not_end_the_engine(tokenizer: Any, monkeypatc
     tokens = tokenizer.encode('{"name": "f", "arguments": {}}')
     assert read(tokens) == read(tokens) == ("f",)
     assert read.parser_failures == 2
+
+
+def test_a_tokenizer_that_raises_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """Some raise at ids that the model has beyond their vocabulary."""
+
+    class Limited:
+        def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+            raise IndexError("made up")
+
+    read = ToolNames(Limited(), None)
+    with caplog.at_level(logging.WARNING, logger="replicas.turns"):
+        assert read([200_000]) == read([200_000]) == ()
+    assert read.parser_failures == 2
+    assert len(caplog.messages) == 1

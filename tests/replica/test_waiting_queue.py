@@ -1,6 +1,7 @@
 """The ranked queue against vLLM's own queue (constant rank) and against a sorted list (any rank)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import RequestStatus
 
-from replicas.waiting_queue import RANKS_A_STEP, RankedQueue
+from cluster.core.program import ProgramIdentity
+from replicas.waiting_queue import LOOKS, RANKS_A_STEP, RankedQueue, first_admissible
 
 
 def request(name: str, rank: float = 0.0) -> Any:
@@ -56,8 +59,7 @@ def test_a_new_rank_counts_only_after_rerank() -> None:
 
 def test_what_is_looked_at_is_what_is_removed_and_later_ranks_count_at_the_next_look() -> None:
     """vLLM allocates blocks between the look and the removal, which may evict a hold and so change a rank."""
-    changed: list[str] = []
-    queue = RankedQueue(lambda r: (r.rank,), lambda r: 1, lambda: queue.rerank_later(changed))  # type: ignore[attr-defined]
+    queue = RankedQueue(lambda r: (r.rank,), lambda r: 1)  # type: ignore[attr-defined]
     first, second, third = (request(name, rank) for name, rank in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
     for one in (first, second, third):
         queue.add_request(one)
@@ -66,7 +68,7 @@ def test_what_is_looked_at_is_what_is_removed_and_later_ranks_count_at_the_next_
     queue.rerank_later(["a", "unknown"])
     assert queue.pop_request() is first
     third.rank = 0.0
-    changed.append("c")
+    queue.rerank_later(["c"])
     assert queue.pop_request() is second
     queue.add_request(second)
     assert (queue.peek_rank(), queue.pop_request()) == ((0.0,), third)
@@ -94,6 +96,93 @@ def test_a_long_queue_is_refreshed_in_as_many_steps_as_the_bound_takes() -> None
     for step in range(1, 4):
         queue.refresh(2)
         assert len(set(taken)) == len(taken) == step * RANKS_A_STEP
+
+
+def test_the_first_turn_that_can_be_admitted_is_found_in_both_queues_within_a_bound() -> None:
+    queues = (ranked(), ranked())
+    assert first_admissible(queues) is None
+
+    def add(queue: RankedQueue, name: str, rank: float, status: RequestStatus) -> None:
+        one = request(name, rank)
+        one.status = status
+        queue.add_request(one)
+
+    for number in range(LOOKS - 1):
+        add(queues[1], f"loads{number}", 1.0, RequestStatus.WAITING_FOR_REMOTE_KVS)
+    assert first_admissible(queues) is None
+    add(queues[0], "later", 3.0, RequestStatus.WAITING)
+    add(queues[1], "skipped", 3.0, RequestStatus.PREEMPTED)
+    found = first_admissible(queues)
+    assert found is not None and (found.rank, found.request.request_id) == ((3.0,), "skipped"), "as vLLM chooses"
+    before = names(queues[1])
+    add(queues[1], "grammar", 2.0, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+    found = first_admissible(queues)
+    assert found is not None and found.request.request_id == "later", "the others are not looked at"
+    assert names(queues[1]) == [*before[:-1], "grammar", "skipped"]
+    assert queues[1].pop_request().request_id == "loads0"
+
+
+def taking(count: int) -> tuple[RankedQueue, list[str]]:
+    """A queue of so many requests, and the ids of those whose ranks are taken, in order."""
+    taken: list[str] = []
+    take = lambda r: (float(taken.append(r.request_id) or 0),)  # type: ignore[func-returns-value]  # noqa: E731
+    queue = RankedQueue(take, lambda r: 1)
+    for i in range(count):
+        queue.add_request(request(f"r{i}"))
+    taken.clear()
+    return queue, taken
+
+
+def test_changed_ranks_are_taken_again_in_the_step_or_as_soon_as_its_bound_allows() -> None:
+    queue, taken = taking(3 * RANKS_A_STEP)
+    changed = [f"r{i}" for i in range(RANKS_A_STEP, 3 * RANKS_A_STEP)]
+    queue.refresh(None, changed[:3])
+    assert taken == changed[:3]
+    taken.clear()
+    queue.refresh(None, [*changed, "unknown"])
+    assert taken == changed[:RANKS_A_STEP]
+    queue.refresh(None)
+    assert taken == changed
+    queue.refresh(None)
+    assert taken == changed
+
+
+def test_ranks_that_change_in_each_step_starve_nobody() -> None:
+    queue, taken = taking(4 * RANKS_A_STEP)
+    changed = [f"r{i}" for i in range(2 * RANKS_A_STEP)]
+    for _ in range(8):
+        before = len(taken)
+        queue.refresh(8, changed)
+        assert len(taken) - before <= RANKS_A_STEP
+    assert set(taken) == {f"r{i}" for i in range(4 * RANKS_A_STEP)}
+
+
+def test_an_event_of_a_large_tree_of_programs_ranks_a_bounded_number_in_a_step(replica: Any) -> None:
+    engine = replica("caesura", num_blocks=64)
+    scheduler = engine.scheduler
+    engine.submit("running", range(1000, 1950), 40, ProgramIdentity("running", last_turn=True))
+    engine.step()
+    for number in range(100):
+        identity = ProgramIdentity(f"child{number}", "parent", last_turn=True)
+        engine.submit(f"c{number}", [2000 + number] * 100, 1, identity)
+    for _ in range(20):
+        engine.step()
+    ranked: list[str] = []
+    rank = scheduler.policies.order.key
+
+    class Counting:
+        refresh_steps = scheduler.policies.order.refresh_steps
+
+        def key(self, turn: Any) -> Any:
+            ranked.append(turn.program.key)
+            return rank(turn)
+
+    scheduler.policies = replace(scheduler.policies, order=Counting())
+    scheduler.finish_requests("c7", RequestStatus.FINISHED_ABORTED)
+    for _ in range(10):
+        ranked.clear()
+        engine.step()
+        assert len(ranked) <= RANKS_A_STEP
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "pop", "refresh", "rerank_all"]), st.integers(0, 9)), max_size=80))
