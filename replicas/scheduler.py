@@ -284,7 +284,7 @@ class AgentScheduler(LoadingScheduler):
             now_s=self._now_s(),
             step=self.current_step,
             running=len(self.running),
-            running_tokens=sum(request.num_computed_tokens for request in self.running),
+            running_tokens=sum(one.num_computed_tokens for one in self.running if not one.is_finished()),
             waiting=sum(len(queue) for queue in self.waiting_queues),
             held_tokens=held,
             free_tokens=free,

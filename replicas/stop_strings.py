@@ -5,7 +5,7 @@ cannot tell such a turn from one whose client has left, and the program would lo
 `stop` mark the ids of these requests in the message to the engine. `sorted_ids` reads the mark.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 MARK = "caesura-stopped/"
@@ -38,11 +38,21 @@ async def stop(client: Any, name: str) -> None:
         await client.engine_core.abort_requests_async([MARK + one for one in ids])
 
 
-def sorted_ids(ids: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the ids of the requests that a stop string ended, without their mark, and all others."""
-    every = list(ids)
-    stopped = [one.removeprefix(MARK) for one in every if one.startswith(MARK)]
-    return stopped, [one for one in every if not one.startswith(MARK)]
+def sorted_ids(ids: Iterable[str], known: Container[str]) -> tuple[list[str], list[str]]:
+    """Return the ids of the requests that a stop string ended, without their mark, and all others.
+
+    Args:
+        ids: what vLLM shall abort.
+        known: the ids of all requests. A client may have chosen a name that begins like a mark.
+    """
+    stopped: list[str] = []
+    others: list[str] = []
+    for one in ids:
+        if one.startswith(MARK) and one not in known:
+            stopped.append(one.removeprefix(MARK))
+        else:
+            others.append(one)
+    return stopped, others
 
 
 def _chooses_engine(client: Any) -> bool:

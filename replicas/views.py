@@ -116,7 +116,10 @@ class Views:
         )
 
     def pause(self, program: ProgramState, turn: Turn, context_tokens: int, load: LoadView) -> PauseView:
-        """Return the view of a program whose turn has just ended, so that its tools are known."""
+        """Return the view of a program whose turn has just ended, so that its tools are known.
+
+        Its context counts as running, whose blocks are not held yet; ``load`` does not have it.
+        """
         hints = turn.identity.hints
         asked = replace(hints, expected_tool=tool_key(program.tools))
         predicted = turn.identity.forecast
@@ -124,7 +127,7 @@ class Views:
             program=program,
             hints=hints,
             forecast=self._forecaster.of(turn.features, asked, self._durations, last=False, foreseen=predicted),
-            load=load,
+            load=replace(load, running_tokens=load.running_tokens + context_tokens),
             tools=program.tools,
             context_tokens=context_tokens,
             durations=self._durations,

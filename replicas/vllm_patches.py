@@ -188,7 +188,7 @@ class StoppedScheduler(StagedScheduler):
         """End requests. The ids may have the mark of `replicas.stop_strings`."""
         if request_ids is None or isinstance(request_ids, str):
             return list(super().finish_requests(request_ids, finished_status))
-        stopped, others = sorted_ids(request_ids)
+        stopped, others = sorted_ids(request_ids, self.requests)
         running = [
             one for one in stopped if one in self.requests and self.requests[one].status == RequestStatus.RUNNING
         ]

@@ -29,7 +29,8 @@ def test_the_ids_that_a_stop_string_ended_are_marked() -> None:
     client = Client()
     mark_stopped(client)
     ids = client.output_processor.process_outputs([], 0.0, None).reqs_to_abort
-    assert sorted_ids([*ids, "c-3"]) == (["a-1", "b-2"], ["c-3"])
+    assert sorted_ids([*ids, "c-3"], ()) == (["a-1", "b-2"], ["c-3"])
+    assert sorted_ids(ids, [MARK + "b-2"]) == (["a-1"], [MARK + "b-2"])
 
 
 async def test_a_stop_string_that_we_find_ends_all_parts_of_the_request() -> None:

@@ -5,6 +5,7 @@ A replica has 63 usable blocks of 16 tokens. Prompts are token ids; a program's 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.slo import Slo
 from replicas.control import snapshot
+from replicas.policy import PauseView
 from replicas.scheduler import AgentScheduler
 from replicas.settings import build_policy
 from replicas.turns import ToolNames
@@ -464,3 +466,21 @@ def test_a_prefix_that_programs_share_hides_no_running_turn(programs: Make) -> N
     assert p.scheduler.holds.num_tokens > load.facts.capacity_tokens > load.held_tokens
     assert load.held_tokens == p.scheduler.holds.num_blocks * BLOCK
     assert load.running_tokens == running.num_computed_tokens == 381
+
+
+def test_at_its_pause_a_context_counts_as_running_and_other_turns_that_ended_do_not(
+    programs: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = programs("continuum")
+    pause, loads = p.scheduler.views.pause, []
+
+    def watched(*arguments: Any) -> PauseView:
+        view = pause(*arguments)
+        loads.append((view.context_tokens, view.load.running_tokens))
+        return view
+
+    monkeypatch.setattr(p.scheduler.views, "pause", watched)
+    p.arrive("a", 100)
+    p.arrive("b", 50)
+    p.engine.run()
+    assert loads == [(100, 100), (50, 50)]
