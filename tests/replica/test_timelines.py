@@ -468,7 +468,7 @@ def test_a_prefix_that_programs_share_hides_no_running_turn(programs: Make) -> N
     assert load.running_tokens == running.num_computed_tokens == 381
 
 
-def test_at_its_pause_a_context_counts_as_running_and_other_turns_that_ended_do_not(
+def test_at_its_pause_a_context_counts_as_running_and_one_that_ended_before_does_not(
     programs: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = programs("continuum")
@@ -483,4 +483,4 @@ def test_at_its_pause_a_context_counts_as_running_and_other_turns_that_ended_do_
     p.arrive("a", 100)
     p.arrive("b", 50)
     p.engine.run()
-    assert loads == [(100, 100), (50, 50)]
+    assert loads == [(100, 150), (50, 50)]
