@@ -49,6 +49,8 @@ RARE = {
     "scheduler_events",
     # No batch runs, unless an earlier test of this cluster had one.
     "batch_lines",
+    # The number of replicas is fixed.
+    "replicas_removed",
     # No request has a part without effect, and none is refused.
     "ignored_request_parts",
     "http_refusals",
