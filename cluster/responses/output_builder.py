@@ -105,14 +105,14 @@ class OutputBuilder:
         return taken
 
     def emit(self, kind: Any, **fields: Any) -> None:
-        """Add an event."""
+        """Append a stream event of this type, with the next sequence number, to those that `take` returns."""
         self._events.append(kind(sequence_number=self._number, **fields))
         self._number += 1
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
     def add_reasoning(self, delta: str) -> None:
-        """Add reasoning."""
+        """Append generated reasoning text to the open reasoning item, or open one."""
         self._grow_text(ReasoningItem, delta)
 
     def add_text(self, delta: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:

@@ -44,7 +44,7 @@ class FunctionTool(OpenPart):
 
 
 class TextFormat(OpenPart):
-    """Any text."""
+    """The format of a custom tool whose input is text without a grammar."""
 
     type: Literal["text"]
 

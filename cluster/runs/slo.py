@@ -41,7 +41,7 @@ class Turns(Protocol):
 
 
 class NullTurns:
-    """Counts nothing."""
+    """The `Turns` of a runner whose turns and programs are not measured."""
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "NullTurns":
         """Record nothing."""
