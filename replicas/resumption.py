@@ -354,7 +354,11 @@ class ContinuedClient:
             watch.weights_changed(version, tokens, submitted)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
-        """Generate as AsyncLLM does, through the request's Watch if it has one."""
+        """Generate as AsyncLLM does, through the request's Watch if it has one.
+
+        The engine gets a name of our own, because clients may give several requests one id.
+        """
+        engine_name = f"{request_id}-{uuid4().hex}"
         extra = sampling_params.extra_args or {}
         watch = self._watches.get(str(extra.get(TICKET)))
         # A client may have set these keys; only our values count from here on.
@@ -368,9 +372,9 @@ class ContinuedClient:
             return made() if params.structured_outputs is None else self._checked(made, params, whose)
 
         if watch is None:
-            return generate(prompt, sampling_params, request_id)
+            return generate(prompt, sampling_params, engine_name)
         tokenizer, end = self._client.renderer.tokenizer, partial(stop, self._client)
-        return watch.outputs(generate, end, tokenizer, prompt, sampling_params, request_id)
+        return watch.outputs(generate, end, tokenizer, prompt, sampling_params, engine_name)
 
     async def _checked(
         self, generate: Callable[[], AsyncGenerator[RequestOutput]], params: Any, watch: Watch

@@ -278,6 +278,20 @@ async def test_a_stop_string_over_the_break_is_found(replica: Replica, method: s
     assert expected["text"].endswith(stop) is included
 
 
+async def test_a_stop_string_ends_no_other_request_of_the_same_client_s_id(replica: Replica) -> None:
+    body = completion(ignore_eos=True)
+    text = folded(await replica.stream("completions", body))["text"]
+    body |= {"stop": [text[len(text) // 2 : len(text) // 2 + 6]]}
+    whole = await replica.stream("completions", body)
+    known = joined(piece.progress for piece in whole[:2])
+    other = asyncio.create_task(replica.stream("completions", completion(ignore_eos=True, max_tokens=400)))
+    while not replica.engine.streams.submitted():  # noqa: ASYNC110 - the engine has no event
+        await asyncio.sleep(0.001)
+    assert folded([*whole[:2], *await replica.stream("completions", body, known)]) == folded(whole)
+    assert not other.done()
+    assert joined(piece.progress for piece in await asyncio.wait_for(other, 60)).output_tokens == 400
+
+
 async def test_what_is_known_may_be_ahead_of_what_was_sent(replica: Replica) -> None:
     method, body = CASES["named tool"]
     whole = await replica.stream(method, body)
