@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from cluster.core.program import ProgramIdentity, tenant_of
 from replicas.policy import ReplicaFacts
+from replicas.vllm_patches import turn_tokens
 
 MAX_UNDER_WAY = 16
 """Largest number of steps that an engine has in flight at once."""
@@ -168,8 +169,8 @@ class GpuTimes:
         turn.gpu.sums = self._sums(turn.key, turn.identity.tenant)
         for one in turn.gpu.sums:
             one.add(turn.gpu)
-        tokens = request.num_prompt_tokens, turn.cached_tokens, request.num_output_tokens
-        self._bill(turn.key, turn.identity.tenant).turn_ended(*tokens)
+        prompt, output = turn_tokens(request)
+        self._bill(turn.key, turn.identity.tenant).turn_ended(prompt, min(turn.cached_tokens, prompt), output)
         if turn.key is not None:
             self._evicted_for.pop(turn.key, None)
 

@@ -99,9 +99,13 @@ class RewrittenAhead:
         self._enabled = enabled
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def watch(self, method: str, key: str | None) -> AnswerSoFar | None:
-        """Return what collects a turn's answer; None: the next prompt is not rendered ahead."""
-        return AnswerSoFar() if self._enabled and method == "chat" and key is not None else None
+    def watch(self, method: str, key: str | None, *, resumed: bool = False) -> AnswerSoFar | None:
+        """Return what collects a turn's answer; None: the next prompt is not rendered ahead.
+
+        ``resumed``: another replica sent the beginning of the answer, so that it cannot be collected here.
+        """
+        wanted = self._enabled and method == "chat" and key is not None and not resumed
+        return AnswerSoFar() if wanted else None
 
     def turn_ended(self, key: str, body: Mapping[str, Any], answer: AnswerSoFar) -> None:
         """Render the next prompt in the background, if it does not extend the context."""

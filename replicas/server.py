@@ -233,7 +233,7 @@ class ProgramServer(LLMServer):
                 self._text.make_plain(request)
             attach_program(request, headers, key, identity)
             has_ids = request_every_token(request)
-            seen = self._ahead.watch(method, key)
+            seen = self._ahead.watch(method, key, resumed=so_far is not None)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
                 if getattr(request, "stream", False):

@@ -20,7 +20,7 @@ from replicas.forecasts import NOTHING_KNOWN, Features
 from replicas.gpu_time import TurnTime
 from replicas.policy import NOTHING_EXPECTED, Forecast
 from replicas.program_table import TurnRecord
-from replicas.vllm_patches import resumed_tokens
+from replicas.vllm_patches import resumed_tokens, turn_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +124,16 @@ class Turn:
 def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
     """Return the record of a turn that ends now, without what follows it."""
     admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
+    prompt_tokens, output_tokens = turn_tokens(request)
     return TurnRecord(
         request_id=request.request_id,
         arrived_s=turn.arrived_s,
         queue_s=admitted_s - turn.arrived_s,
         run_s=now_s - admitted_s,
-        prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=turn.cached_tokens,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=min(turn.cached_tokens, prompt_tokens),
         disk_tokens=turn.disk_tokens,
-        output_tokens=request.num_output_tokens,
+        output_tokens=output_tokens,
         preemptions=request.num_preemptions,
         priority=turn.identity.hints.priority,
         tools=(),
@@ -149,7 +150,7 @@ def ended_event(request: Request, turn: Turn, tools: tuple[str, ...], now_s: flo
         tools,
         served_tokens=request.num_tokens - turn.cached_tokens,
         context_tokens=request.num_tokens,
-        generated_tokens=request.num_output_tokens,
+        generated_tokens=turn_tokens(request)[1],
         busy_s=now_s - turn.arrived_s,
         on_time=turn.is_on_time(now_s),
     )

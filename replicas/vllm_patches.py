@@ -377,6 +377,12 @@ def resumed_tokens(request: Any) -> int:
     return known
 
 
+def turn_tokens(request: Any) -> tuple[int, int]:
+    """Return how many tokens the prompt and the output of a turn have. What another replica generated is output."""
+    known = resumed_tokens(request)
+    return request.num_prompt_tokens - known, request.num_output_tokens + known
+
+
 def advance_grammars(manager: Any) -> None:
     """Let every grammar that ``manager`` makes from now on begin after the tokens that its request already has."""
     create = manager._create_grammar

@@ -41,7 +41,7 @@ class Answers(Protocol):
 
 
 async def first_answer(answers: Answers, deadline_s: float) -> bytes:
-    """Wait for the first piece of an answer. If there is none, the call is cancelled.
+    """Wait for the first piece of an answer. If there is none, or it is a rejection, the call is cancelled.
 
     Args:
         answers: the answer of a new call.
@@ -61,6 +61,7 @@ async def first_answer(answers: Answers, deadline_s: float) -> bytes:
         answers.cancel()
         raise
     if isinstance(first, HttpError):
+        answers.cancel()
         raise first
     return first
 

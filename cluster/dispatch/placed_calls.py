@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 from uuid import uuid4
 
-from cluster.core.errors import HttpError, ProgramMoved, ReplicaGone
+from cluster.core.errors import HttpError, Overloaded, ProgramMoved, ReplicaGone
 from cluster.core.program import ProgramIdentity
 from cluster.core.replica_snapshot import prefix_blocks, prompt_of, salt_of
 from cluster.core.stream import Progress
@@ -18,6 +18,10 @@ from router.placement import Placement, Placer
 MAX_HOPS = 16
 """Number of times that a request is placed again because its replica is gone, or its program has moved."""
 BYTES_PER_TOKEN = 4
+IMAGE_TOKENS = 1500
+"""Number of tokens that an image is estimated to be. Anthropic's documentation names about 1,600 for the largest image
+that is not made smaller; vLLM's Qwen2.5-VL makes 1,369 of 1,024 x 1,024 pixels.
+"""
 
 Piece = TypeVar("Piece")
 Output = TypeVar("Output", covariant=True)
@@ -58,7 +62,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any], tokens: int
 def prompt_tokens(body: Mapping[str, Any]) -> int:
     """Return the number of prompt tokens of a request.
 
-    It is exact for token ids, and estimated from the bytes otherwise.
+    It is exact for token ids. Otherwise it is estimated from the bytes of the text and the number of images.
     """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
@@ -85,11 +89,12 @@ class PlacedStream(Generic[Piece]):
         self._placement: Placement | None = None
         self._answers: Calls[Piece] | None = None
         self._failed = False
+        self._full = False
 
     @property
     def elsewhere(self) -> TurnRequest:
-        """The turn's request for another replica than those that it has tried."""
-        if self._placement is None:
+        """The turn's request for another replica than those that have failed it. One that is full has not."""
+        if self._placement is None or self._full:
             return self._request
         return replace(self._request, avoid=self._request.avoid | {self._placement.session})
 
@@ -140,6 +145,7 @@ class PlacedStream(Generic[Piece]):
     def _check(self, piece: Piece) -> Piece:
         if isinstance(piece, HttpError):
             self._failed = True
+            self._full = isinstance(piece, Overloaded)
             self.over()
         return piece
 
@@ -182,12 +188,16 @@ class FailoverAttempts:
 
 
 def _text_bytes(value: object) -> int:
-    """Return the bytes of all text in a JSON value. Its depth is bounded where bodies are read."""
+    """Return the bytes of all text in a JSON value, where an image counts as the text of as many tokens. Its depth is
+    bounded where bodies are read.
+    """
     match value:
         case str():
             return len(value.encode("utf-8", "surrogatepass"))
         case list():
             return sum(map(_text_bytes, value))
+        case {"image_url": str() | {"url": str()}}:
+            return IMAGE_TOKENS * BYTES_PER_TOKEN
         case dict():
             return sum(map(_text_bytes, value.values()))
     return 0

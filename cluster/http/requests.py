@@ -314,7 +314,8 @@ async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap, *, i
     try:
         await asyncio.wait({first}, timeout=COMMENT_S if is_stream else None)
     except BaseException:
-        first.cancel()
+        if not first.cancel():  # its piece has come, and nobody takes it
+            answers.cancel()
         raise
     if first.done() and first.result().startswith(JSON_BEGIN):  # `result` raises the reason of a rejection
         return Response(first.result(), media_type="application/json")

@@ -168,6 +168,13 @@ def test_client_tools_of_anthropic_get_a_schema_and_hosted_ones_are_left_out() -
     assert prompt.tools.left_out == ("web_search_20250305",)
 
 
+@pytest.mark.parametrize("rest", ["\u65e5", "x\r\nset-cookie: a=b", "x" * 64])
+def test_the_type_of_a_hosted_tool_can_be_named_in_a_header(rest: str) -> None:
+    tools = [{"type": f"web_search_{rest}", "name": "web_search"}]
+    with pytest.raises(BadRequest, match=r"tools\.0\.type"):
+        read_messages({"max_tokens": 1, "messages": [user("Go.")], "tools": tools})
+
+
 @pytest.mark.parametrize(
     ("message", "seconds"),
     [

@@ -11,8 +11,10 @@ from replicas import bills
 from replicas.bills import Bills
 from replicas.control import dispatch
 from replicas.gpu_time import GpuTime
+from replicas.peers.peer import RequestFields
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import VirtualEngine
+from replicas.vllm_patches import RESUMED_KEY
 
 MORNING = 1_790_000_000.0
 """2026-09-21, 14:13:20 UTC."""
@@ -135,6 +137,24 @@ def test_the_bills_of_a_scheduler_add_up_to_its_busy_time(replica: Callable[...,
     assert b.held_s > 0
     assert usage["acme", ""].output_tokens == 4
     assert dispatch(scheduler, "exchange", {"billed": answer["bills"]["revision"]})["bills"]["packed"] == b"\x90"
+
+
+def test_a_turn_that_began_on_another_replica_is_billed_as_its_client_sees_it(
+    replica: Callable[..., VirtualEngine],
+) -> None:
+    engine = replica("caesura")
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, AgentScheduler)
+    identity = ProgramIdentity(program_id="p", tenant="acme", last_turn=True)
+    resumed = RequestFields(extra_args={RESUMED_KEY: 60})
+    engine.submit("one", [7] * 160, 40, identity, fields=resumed)
+    while scheduler.has_unfinished_requests():
+        engine.complete(scheduler.schedule())
+    answer = dispatch(scheduler, "exchange", {"billed": 0})
+    [sent] = msgspec.msgpack.decode(answer["bills"]["packed"], type=list[DayUsage])
+    assert (sent.usage.prompt_tokens, sent.usage.output_tokens) == (100, 100)
+    [turn] = dispatch(scheduler, "program", {"key": identity.key})["turns"]
+    assert (turn["prompt_tokens"], turn["output_tokens"]) == (100, 100)
 
 
 def test_a_replica_that_wants_no_bills_gets_none(replica: Callable[..., VirtualEngine]) -> None:

@@ -131,3 +131,8 @@ def test_a_scheduler_that_does_not_answer_does_no_harm() -> None:
 def test_only_turns_of_programs_are_watched(enabled: bool, method: str, key: str | None, watched: bool) -> None:
     ahead = RewrittenAhead(Text(), STABLE, Scheduler().extend, enabled=enabled)  # type: ignore[arg-type]
     assert (ahead.watch(method, key) is not None) is watched
+
+
+def test_an_answer_that_began_on_another_replica_is_not_watched() -> None:
+    ahead = RewrittenAhead(Text(), STABLE, Scheduler().extend, enabled=True)  # type: ignore[arg-type]
+    assert ahead.watch("chat", "a/p", resumed=True) is None

@@ -12,13 +12,21 @@ from cluster.core.replica_snapshot import Home, prefix_blocks
 from cluster.core.stream import Progress, StreamChunk
 from cluster.dispatch import failover
 from cluster.dispatch.failover import FailoverStream, ends_answer
-from cluster.dispatch.placed_calls import MAX_HOPS, FailoverAttempts, PlacedStream, prompt_tokens, turn_request
+from cluster.dispatch.placed_calls import (
+    IMAGE_TOKENS,
+    MAX_HOPS,
+    FailoverAttempts,
+    PlacedStream,
+    prompt_tokens,
+    turn_request,
+)
 from router.decisions import TurnRequest
 from router.placement import Placement
 from tests import garbage
 from tests.waiting import until
 
 DIED = ActorDiedError()
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
 UNREACHABLE = ActorUnavailableError("a while", None)
 
 
@@ -115,6 +123,13 @@ async def test_a_refusal_is_an_end_that_is_not_proper(error) -> None:
     turn = Turn([error])
     assert await anext(turn.answers) is error
     assert turn.places.ends == [("r0", False, None)]
+
+
+@pytest.mark.parametrize(("error", "avoided"), [(Overloaded("full"), frozenset()), (UpstreamFailed("died"), {"r0"})])
+async def test_a_replica_that_is_only_full_is_not_avoided(error: HttpError, avoided: frozenset[str]) -> None:
+    turn = Turn([error])
+    assert await anext(turn.answers) is error
+    assert turn.answers.elsewhere.avoid == avoided
 
 
 async def test_a_replica_that_is_gone_is_avoided() -> None:
@@ -259,6 +274,9 @@ def test_turns_of_no_program_have_names_that_nothing_else_has() -> None:
         ({"prompt": ["x" * 8, "y" * 8]}, 4),
         ({"prompt": [[1, 2], [3]]}, 0),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 36}, None, 3.5]}]}, 11),
+        ({"messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "x" * 36}]}]}, IMAGE_TOKENS + 11),
+        ({"messages": [{"role": "user", "content": [{"image_url": IMAGE["image_url"]["url"]}]}]}, IMAGE_TOKENS + 1),
+        ({"tools": [{"image_url": {"type": "x" * 40}}]}, 10),
         ({"messages": "nonsense"}, 2),
         ({}, 0),
     ],

@@ -161,6 +161,53 @@ async def test_a_call_without_an_answer_is_an_upstream_failure() -> None:
         await first_answer(Pieces(), asyncio.get_running_loop().time() + 60)
 
 
+async def test_a_call_that_is_rejected_is_cancelled() -> None:
+    answers = Pieces(UpstreamFailed("no"))
+    with pytest.raises(UpstreamFailed):
+        await first_answer(answers, asyncio.get_running_loop().time() + 60)
+    assert answers.cancelled
+
+
+class Rejected(Pieces):
+    """A call whose rejection is a piece."""
+
+    async def __anext__(self) -> object:
+        return UpstreamFailed("no")
+
+
+async def test_a_call_whose_piece_is_a_rejection_is_cancelled() -> None:
+    answers = Rejected()
+    with pytest.raises(UpstreamFailed):
+        await first_answer(answers, asyncio.get_running_loop().time() + 60)
+    assert answers.cancelled
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_call_whose_client_leaves_as_its_first_piece_comes_is_cancelled(is_stream: bool) -> None:
+    comes = asyncio.Event()
+    answers = Leaving(comes)
+    task = asyncio.create_task(requests.answered(answers, 60.0, as_error, is_stream=is_stream))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    answers.client = task
+    comes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert answers.cancelled
+
+
+class Leaving(Pieces):
+    """A call whose client leaves in the moment of its first piece."""
+
+    client: asyncio.Task[object]
+
+    async def __anext__(self) -> object:
+        [comes] = self._pieces
+        await comes.wait()
+        asyncio.get_running_loop().call_soon(self.client.cancel)
+        return b'{"id": 1}'
+
+
 async def test_a_call_that_is_not_answered_in_time_is_cancelled() -> None:
     answers = Pieces(asyncio.Event())
     with pytest.raises(TimeoutError):

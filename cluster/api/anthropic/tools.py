@@ -19,6 +19,7 @@ HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "
 """Beginnings of the types of tools that the provider runs."""
 CLUSTER_SERVER = "caesura"
 """The `server_name` of a call of a tool of no MCP server: a registered tool, or one that does not exist."""
+_TYPE = re.compile(r"[a-z0-9_]{1,64}")
 TOOLSET = "mcp_toolset"
 """The type of an entry that selects tools of an MCP server of the request, see `cluster.api.anthropic.servers`."""
 
@@ -139,6 +140,8 @@ def offered(tools: Sequence[Tool]) -> Offered:
         if tool.type == TOOLSET:
             continue
         if tool.type is not None and tool.type.startswith(HOSTED):
+            if _TYPE.fullmatch(tool.type) is None:
+                raise _bad(f"{path}.type", "a type has 1 to 64 lower-case letters, digits and underscores")
             left_out.append(tool.type)
             continue
         name = _name(tool, path)
