@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         rates_per_s=(rate_per_s,),
         preset=RECORDED.preset,
         trace=arguments.trace,
-        missing_tool_s=1.0,
+        only_recorded=True,
         shaping=Shaping(max_context=RECORDED.max_context),
         minutes=arguments.minutes,
         warmup_minutes=arguments.warmup,

@@ -71,7 +71,7 @@ WORKLOADS = (
     Workload("merge", "Merge, OPT-13B on one H800"),
     Workload("merge_a100", "Merge, Llama-3.1-8B on one A100 40 GB"),
     Workload("iso_bench", "coding agents (iso_bench_trae), Llama-3.1-8B on one H100"),
-    Workload("kvtester", "coding sessions with sub-agents (kvtester_cc), Llama-3.1-8B on one H100"),
+    Workload("kvtester", "coding sessions (kvtester_cc), pauses at a twentieth, Llama-3.1-8B on one H100"),
     Workload("agentcgroup", "coding agents in containers (agentcgroup_cc), Llama-3.1-8B on one H100"),
 )
 TIERS = {"": "without a host tier", "_host200": "with 200 GiB of host memory"}
@@ -227,9 +227,11 @@ def refuses_no_more(means: Means, policy: str, load: float) -> bool:
 
 
 def behind(ours: float, best: float, *, most: bool) -> float | None:
-    """Return how many times worse ours is than the best other: below 1 if it is better. None: one of them is 0."""
-    if ours <= 0 or best <= 0:
+    """Return how many times worse ours is than the best other: below 1 if it is better. None: the best is 0."""
+    if best <= 0:
         return None
+    if ours <= 0:
+        return math.inf if most else 0.0
     return best / ours if most else ours / best
 
 

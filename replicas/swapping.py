@@ -235,7 +235,7 @@ class Swapping:
         }
         for key, standing in sorted(paused.items(), key=lambda one: -one[1].worth(now_s)):
             if not self.is_on_disk(key):
-                self.disk.write_down(key, self._whole(key), standing)
+                self.disk.write_down(key, self.whole(key), standing)
 
     @property
     def leaves(self) -> bool:
@@ -262,13 +262,13 @@ class Swapping:
 
     def is_on_host(self, key: str) -> bool:
         """Return whether the host has all of a paused program's context."""
-        return 0 < self._whole(key) <= self.tokens_of(key)
+        return 0 < self.whole(key) <= self.tokens_of(key)
 
     def is_on_disk(self, key: str) -> bool:
         """Return whether all of a paused program's context is on disk."""
-        return self.disk is not None and 0 < self._whole(key) <= self.disk_tokens_of(key)
+        return self.disk is not None and 0 < self.whole(key) <= self.disk_tokens_of(key)
 
-    def _whole(self, key: str) -> int:
+    def whole(self, key: str) -> int:
         """Return the tokens of a paused program's context that tiers can have: those of its full chunks."""
         if (context := self._contexts.get(key)) is not None:
             return context.length

@@ -300,6 +300,8 @@ class VirtualEngine:
             forget_free_blocks(self.scheduler.kv_cache_manager.block_pool)
             if isinstance(self.scheduler, AgentScheduler):
                 forget_copies(self.scheduler)
+            else:
+                assert not shape.host_blocks, "vLLM's own connector finds every copy again"
         self._host_tier: VirtualHostTier | None = None
         if shape.host_blocks:
             connector = self.scheduler.connector

@@ -4,6 +4,7 @@ vLLM's offloading connector copies every full block to the host and finds it the
 Here a turn finds on the host only what its program swapped out.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.v1.core.block_pool import BlockPool
@@ -34,9 +35,10 @@ def forget_copies(scheduler: AgentScheduler) -> None:
     if cache is None:
         return
     swapped: set[str] = set()
-    apply, lookup, tokens_of = scheduler.apply, cache.lookup, swapping.tokens_of
+    programs = scheduler.programs
+    apply, lookup, tokens_of, whole = programs.apply, cache.lookup, swapping.tokens_of, swapping.whole
 
-    def follow(key: str, event: Event) -> tuple[Action, ...]:
+    def follow(key: str, event: Event) -> Sequence[Action]:
         if isinstance(event, Swapped):
             swapped.add(key)
         elif isinstance(event, Held | Released | Fetched):
@@ -46,9 +48,11 @@ def forget_copies(scheduler: AgentScheduler) -> None:
     def find(key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return lookup(key, req_context) if _program(cache, req_context) in swapped else LookupResult.MISS
 
-    scheduler.apply = follow  # type: ignore[method-assign]
+    programs.apply = follow  # type: ignore[method-assign]
     cache.lookup = find
     swapping.tokens_of = lambda key: tokens_of(key) if key in swapped else 0  # type: ignore[method-assign]
+    # A held context can be swapped out, as its copy is there.
+    swapping.is_on_host = lambda key: 0 < whole(key) <= tokens_of(key)  # type: ignore[method-assign]
 
 
 def _program(cache: HostCache, req_context: ReqContext) -> str | None:

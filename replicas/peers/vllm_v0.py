@@ -8,7 +8,7 @@ One thing differs: a prompt that is larger than what is left of a step's tokens 
 the next one, which has prompts only, too. In vLLM 0.2 it waits for the next step.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,19 +16,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from replicas.cost_model import CostModel
 from replicas.peers.peer import Peer
+from replicas.peers.vllm_priority import VllmPriority
 
 WATERMARK = 0.01
 """Share of the blocks that admissions leave free (vLLM 0.2: ``watermark``)."""
 
 
 class VllmV0Parameters(BaseModel):
-    """The peer `vllm-v0` has no parameters."""
+    """Parameters of the peer `vllm-v0`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    order: Literal["turn", "program"] = "turn"
+    """By what waiting turns are ordered: by their own arrival, as in vLLM, or by that of their program, as in the
+    baseline ImprovedDiscard of InferCept (section 5)."""
 
     def build(self, cost: CostModel) -> Peer:
         """Build the peer."""
-        return VllmV0()
+        return VllmV0() if self.order == "turn" else VllmV0ByProgram()
 
 
 class V0Scheduler(AsyncScheduler):
@@ -64,5 +69,11 @@ class V0Scheduler(AsyncScheduler):
 
 class VllmV0(Peer):
     """vLLM's V0 engine. Its client gives no hints."""
+
+    scheduler_cls = V0Scheduler
+
+
+class VllmV0ByProgram(VllmPriority):
+    """vLLM's V0 engine, which admits the turns of programs that arrived earlier first."""
 
     scheduler_cls = V0Scheduler

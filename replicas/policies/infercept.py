@@ -80,9 +80,10 @@ class OriginalArrival:
 class MinWaste:
     """The wastes of eq. 2 and 4, and a swap that costs nothing within the swap limit (sections 4.1 to 4.3).
 
-    The paper sorts all paused programs by waste and swaps them until the iteration's limit is used up. Here each
-    program is judged alone. It may be swapped once the sum of the limits since its pause covers the contexts of all
-    paused programs, so that the link is never used twice.
+    The paper sorts all paused programs by waste in each iteration, and swaps them, in parts, until the iteration's
+    limit is used up. Here each program is judged alone. It may be swapped once the sum of the limits since its pause
+    covers its context. Until then it stays in memory, which is the waste of its swap. Programs that pause together each
+    count the whole limit.
     """
 
     estimate: Literal["hinted", "dynamic", "forecast"]
@@ -98,12 +99,14 @@ class MinWaste:
         pause_s = max(paused.elapsed_s, paused.forecast_s if known else step_s)
         added_s = chunks_added_s(cost, context, load.running, self.saturation_tokens or cost.saturation_tokens)
         waste = chunked_discard(cost.prefill_s(context), added_s, context, paused.other_tokens)
-        link_s = self.swap_out_share * (paused.elapsed_s + step_s)
-        fits = 0 < context <= load.facts.host_tokens and cost.swap_s(paused.held_tokens) <= link_s
+        swap_in_s = inf
+        if 0 < context <= load.facts.host_tokens and self.swap_out_share:
+            swap_in_s = max(0.0, cost.swap_s(context) / self.swap_out_share - paused.elapsed_s - step_s)
         return Wastes(
             preserve=preserve(pause_s, context),
             discard=waste * (lost_share(load) if self.cache_aware else 1.0),
-            swap=0.0 if fits else inf,
+            swap=inf if swap_in_s == inf else preserve(swap_in_s, context),
+            swap_in_s=swap_in_s,
         )
 
 

@@ -29,7 +29,7 @@ class Fixed:
     short_s: float
     """Longest expected pause in seconds in which `heuristic` preserves."""
     least: Judge
-    """InferCept's own wastes, whose swap is 0 within the limit and else infinite."""
+    """InferCept's own wastes."""
 
     def __call__(self, paused: Paused) -> Wastes:
         """Return the wastes in token-seconds."""

@@ -89,6 +89,8 @@ class Wastes:
     preserve: float
     discard: float
     swap: float
+    swap_in_s: float = 0.0
+    """Seconds until a swap may begin, for which the context is held. ``swap`` is what the hold costs."""
 
     @property
     def giving_back(self) -> float:
@@ -140,8 +142,6 @@ class Paused:
     """C, in tokens."""
     other_tokens: int
     """C_other: tokens of KV of the running turns, without this one."""
-    held_tokens: int
-    """Tokens of KV of all paused programs, with this one."""
     since_s: float
     forecast_s: float
     """Expected seconds of the whole pause."""
@@ -155,9 +155,8 @@ class Paused:
         forecast_s, hinted = max(0.0, view.forecast.pause_s), view.forecast.pause_hinted
         if isinstance(view, PauseView):
             other = max(0, load.running_tokens - context)
-            return cls(load, context, other, load.held_tokens + context, view.now_s, forecast_s, hinted)
-        held = max(load.held_tokens, context)
-        return cls(load, context, load.running_tokens, held, view.since_s, forecast_s, hinted)
+            return cls(load, context, other, view.now_s, forecast_s, hinted)
+        return cls(load, context, load.running_tokens, view.since_s, forecast_s, hinted)
 
     @property
     def elapsed_s(self) -> float:
@@ -174,7 +173,8 @@ class LeastWaste:
     """Chooses preserve, discard or swap, whichever wastes least by ``judge`` (InferCept section 4.3).
 
     A preserved context is held until the pause has cost as much as freeing the memory would. After that, the forecast
-    was wrong or the pause was not worth it.
+    was wrong or the pause was not worth it. A context whose swap has to wait is held until a review finds that it fits.
+    Without steps there are no reviews, so that the hold lasts for the expected pause.
     """
 
     judge: Judge
@@ -208,14 +208,17 @@ class LeastWaste:
     def _choose(self, paused: Paused) -> PauseDecision:
         wastes = self.judge(paused)
         match wastes.least:
-            case Handling.PRESERVE:
-                return Hold(
-                    paused.since_s + wastes.giving_back / max(1, paused.context_tokens), reason=PauseReason.LEAST_WASTE
-                )
-            case Handling.SWAP:
-                return Swap(PauseReason.LEAST_WASTE)
             case Handling.DISCARD:
                 return Release(PauseReason.LEAST_WASTE)
+            case Handling.SWAP if not wastes.swap_in_s:
+                return Swap(PauseReason.LEAST_WASTE)
+            case Handling.SWAP:
+                reviewed_s = 2 * (self.review_steps or 1) * iteration_s(paused.load)
+                swapped_s = paused.load.now_s + wastes.swap_in_s + reviewed_s
+                ends_s = paused.since_s + wastes.preserve / max(1, paused.context_tokens)
+                return Hold(max(ends_s, swapped_s), reason=PauseReason.LEAST_WASTE)
+        freeing = wastes.discard if wastes.swap_in_s else wastes.giving_back
+        return Hold(paused.since_s + freeing / max(1, paused.context_tokens), reason=PauseReason.LEAST_WASTE)
 
 
 @dataclass(frozen=True, slots=True)

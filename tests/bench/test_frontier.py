@@ -1,6 +1,7 @@
 """`benchmarks.frontier`: ours against the best other policy, measure by measure."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def test_refusals_have_both_completion_times_beside_the_policy_that_refuses_nobo
 
 
 def test_nothing_is_compared_with_nothing() -> None:
-    assert behind(0.0, 2.0, most=True) is None and behind(2.0, 0.0, most=True) is None
+    assert behind(0.0, 2.0, most=True) == inf and behind(2.0, 0.0, most=True) is None
+    assert behind(0.0, 2.0, most=False) == 0.0 and behind(2.0, 0.0, most=False) is None
     assert behind(2.0, 4.0, most=False) == 0.5 and behind(2.0, 4.0, most=True) == 2.0
 
 

@@ -76,8 +76,8 @@ def test_the_least_waste_wins_and_of_equals_preserve() -> None:
 
 def test_at_its_pause_a_program_counts_as_running_and_once_held_it_does_not() -> None:
     paused, held = Paused.of(pause()), Paused.of(hold())
-    assert (paused.other_tokens, paused.held_tokens, paused.elapsed_s) == (4000, 3000, 0)
-    assert (held.other_tokens, held.held_tokens, held.elapsed_s) == (5000, 2000, 1.0)
+    assert (paused.other_tokens, paused.elapsed_s) == (4000, 0)
+    assert (held.other_tokens, held.elapsed_s) == (5000, 1.0)
 
 
 # --- InferCept --------------------------------------------------------------------------------------------------------
@@ -125,12 +125,31 @@ def test_infercept_knows_at_once_what_it_was_told_or_with_a_forecast_what_was_le
     assert isinstance(told(pause(pause_s=0.06)), Hold)
 
 
-def test_infercept_swaps_once_the_link_has_had_time_for_all_paused_contexts() -> None:
-    """2000 held tokens take 20 ms; half of the link's time is swap-out's, and the step under way counts 10 ms."""
+def test_infercept_swaps_once_the_link_has_had_time_for_the_context() -> None:
+    """1000 tokens take 10 ms of the link. Half of its time is for swap-out, and the step under way counts 10 ms. So the
+    swap has to wait for 10 ms.
+    """
     review = policy("infercept").pause.review
-    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.975)), Hold)
-    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.965)), Swap)
-    assert isinstance(review(hold(load(host_tokens=999), since_s=99.965)), Hold)
+    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.995)), Hold)
+    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.985)), Swap)
+    assert isinstance(review(hold(load(host_tokens=999), since_s=99.985)), Hold)
+
+
+def test_infercept_holds_a_long_pause_until_it_can_be_swapped() -> None:
+    """To wait for the link costs 0.01 · 1000 = 10 token-seconds, a discard 50, and to hold for 20 s 20,000."""
+    told = replace(forecast(pause_s=20.0), pause_hinted=True)
+    decision = policy("infercept").pause.decide(replace(pause(load(waiting=1, host_tokens=5000)), forecast=told))
+    assert isinstance(decision, Hold)
+    assert decision.until_s == pytest.approx(120.0)
+    without_tier = policy("infercept").pause.decide(replace(pause(load(waiting=1)), forecast=told))
+    assert isinstance(without_tier, Release)
+
+
+def test_infercept_discards_where_to_wait_for_the_link_costs_more() -> None:
+    """A share of 1% makes 1000 tokens wait for 0.99 s: 990 token-seconds against 50."""
+    told = replace(forecast(pause_s=20.0), pause_hinted=True)
+    slow = InferceptParameters(swap_out_share=0.01).build().pause
+    assert isinstance(slow.decide(replace(pause(load(waiting=1, host_tokens=5000)), forecast=told)), Release)
 
 
 def test_infercept_does_not_give_back_what_its_owner_is_about_to_use() -> None:
@@ -153,18 +172,18 @@ SHORT, LONG = 2.0, 20.0
         ("discard", {"short": Release, "long": Release, "no tier": Release}),
         ("preserve", {"short": Hold, "long": Hold, "no tier": Hold}),
         ("swap", {"short": Swap, "long": Swap, "no tier": Release}),
-        ("limited_swap", {"short": Release, "long": Release, "no tier": Release}),
-        ("heuristic", {"short": Hold, "long": Release, "no tier": Release}),
+        ("limited_swap", {"short": Hold, "long": Hold, "no tier": Release}),
+        ("heuristic", {"short": Hold, "long": Hold, "no tier": Release}),
     ],
 )
 def test_infercepts_baselines_handle_every_pause_alike(handling: str, kinds: dict[str, type]) -> None:
-    """Paused contexts of 3000 tokens take 0.03 s of the link, so that nothing is within the limit at first."""
+    """The swap of 1000 tokens has to wait for 0.01 s, for which they are held."""
     judge = InferceptParameters(handling=handling).build().pause
     tier = load(waiting=1, host_tokens=5000)
     where = {"short": (tier, SHORT), "long": (tier, LONG), "no tier": (load(waiting=1), LONG)}
     assert {name: type(judge.decide(pause(at, pause_s=s))) for name, (at, s) in where.items()} == kinds
     held = judge.review(hold(tier, since_s=99.9, forecast=forecast(pause_s=LONG)))
-    within = {"limited_swap": Swap, "heuristic": Swap}  # 0.1 s later, half of the link's time covers them
+    within = {"limited_swap": Swap, "heuristic": Swap}  # 0.1 s later, half of the link's time covers it
     assert type(held) is within.get(handling, kinds["long"])
 
 

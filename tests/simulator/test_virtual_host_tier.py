@@ -71,6 +71,14 @@ def test_an_engine_that_forgets_finds_on_the_host_only_what_was_swapped_out(
     assert kept.turns[1].fetched_tokens == CONTEXT, "vLLM's connector finds every copy"
 
 
+def test_an_engine_that_forgets_can_swap_out_while_it_holds(bench: Bench) -> None:
+    """The link has no time for the context at the pause, and has it at a review."""
+    policy = PolicyConfig(name="infercept", parameters={"swap_out_share": 0.1, "cache_aware": False})
+    beside = (0.0, program(turn(20, 200)))
+    back, *_ = bench.run((0.0, RETURNS), (2.0, INTRUDER), beside, policy=policy, forgetful=True, **SMALL)
+    assert back.turns[1].fetched_tokens == CONTEXT
+
+
 def test_a_preempted_turn_computes_its_kv_again_where_copies_are_forgotten(bench: Bench) -> None:
     """Both turns fit at first and not at their ends, so that the later one is preempted."""
     policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})

@@ -243,6 +243,8 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     if learn:
         by = f", and forecasts of {settings.forecasts}, fitted on other groups" if settings.forecasts else ""
         lines.append(f"Know the tool's name and what they have learnt in the run{by}: {', '.join(learn)}.")
+    if ended := [name for name in settings.policies if settings.reports_of(name) != settings.reports]:
+        lines.append(f"The end of each program is reported, as their papers assume: {', '.join(ended)}.")
     if not settings.scaling.is_static:
         hours = ", ".join(
             f"{result.run.policy} {shown(result.replica_hours)} (at most {result.most_replicas})" for result in results

@@ -26,7 +26,7 @@ from cluster.offline.simulator.bounds import FluidBound, HoldingBound
 from cluster.offline.simulator.disaggregated import PrefillPool
 from cluster.offline.simulator.elastic import ScaledRouter, replica_seconds
 from cluster.offline.simulator.fairness import jain, slowdown
-from cluster.offline.simulator.foresight import Foresight, Reports, forecasts_of
+from cluster.offline.simulator.foresight import Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
 from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
 from cluster.offline.simulator.routers import OURS, ROUTERS, Replicas
@@ -267,8 +267,8 @@ def simulate(
     clock = ManualClock()
     peak_tokens = max(program.peak_tokens for program in pool)
     replicas = _replicas(settings, run, clock, peak_tokens)
-    reports = Reports(settings.reports)
-    foresight = Foresight(settings.sees_the_future(run.policy), run.noise, _forecasts(settings), reports)
+    oracle, reports = settings.sees_the_future(run.policy), settings.reports_of(run.policy)
+    foresight = Foresight(oracle, run.noise, _forecasts(settings), reports)
     made_for = Replicas(
         replicas,
         run.seed,

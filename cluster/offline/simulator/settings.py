@@ -39,12 +39,15 @@ STOCK = "vllm"
 STOCK_NO_CACHE = "vllm-nocache"
 """Name of the same class with the prefix cache off, which was the baseline of the papers."""
 BASELINES = (STOCK_NO_CACHE, STOCK)
-WITHOUT_HOST_TIER = frozenset({STOCK_NO_CACHE, "sglang", "sglang-lpm"})
-"""Names of schedulers that have no host tier, whatever the size of the host memory."""
+WITHOUT_HOST_TIER = frozenset({STOCK_NO_CACHE, "sglang", "sglang-lpm", "vllm-v0"})
+"""Names of schedulers that have no host tier, whatever the size of the host memory. vLLM 0.2 discards a context when
+its turn ends."""
 CLAIRVOYANT = "clairvoyant"
 """Name of a policy that is an upper bound and no competitor, if it is registered. ``all`` lists it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
 """Policies that get true lengths and durations unless a flag disables it, because their papers assume them."""
+ENDS_REPORTED = frozenset({"continuum"})
+"""Policies whose clients always report the end of a program, because their papers assume it (Continuum section 4.1)."""
 UNBOUNDED = "none"
 """In place of the seconds of a bound: nothing has a bound."""
 MIX = "+"
@@ -101,7 +104,7 @@ class SimulationSettings:
     """A turn's bound on its first token is at least so many times the time that its new tokens take alone. None: it is
     the same for all turns."""
     reports: str = Reports.NOTHING
-    """What the clients report of their programs: a value of `Reports`."""
+    """What the clients report of their programs: a value of `Reports`. For `ENDS_REPORTED`, ends at least."""
     noises: tuple[float, ...] = (0.0,)
     """Each p is a run: an error of N(0, p · value) is added to each given value."""
     oracle: bool | None = None
@@ -199,7 +202,7 @@ class SimulationSettings:
             raise ConfigError("--count: with neither --burst nor --under-way")
         if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
             raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
-        if self.host_gib and not self.host_blocks(STOCK):
+        if self.host_gib and not self._blocks_in(self.host_gib):
             raise ConfigError(f"--host-gib: {self.host_gib} is less than the KV of one block")
         if self.disk_gib and not self.host_gib:
             raise ConfigError("--disk-gib: needs --host-gib, since KV passes through the host tier")
@@ -297,15 +300,22 @@ class SimulationSettings:
         return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
 
     def host_blocks(self, policy: str) -> int:
-        """Return the number of host tier blocks of one replica under ``policy``; 0 if it has no host tier."""
-        if policy in WITHOUT_HOST_TIER:
+        """Return the number of host tier blocks of one replica under ``policy``; 0 if it has no host tier.
+
+        Without a prefix cache, only the policies of Caesura have one: vLLM's own connector is a cache.
+        """
+        is_theirs = policy in BASELINES or policy in PEERS
+        if policy in WITHOUT_HOST_TIER or (is_theirs and not self.prefix_cache):
             return 0
-        return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
+        return self._blocks_in(self.host_gib)
+
+    def _blocks_in(self, gib: float) -> int:
+        return int(gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
 
     @property
     def disk_blocks(self) -> int:
         """Number of blocks of one replica's disk tier."""
-        return int(self.disk_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
+        return self._blocks_in(self.disk_gib)
 
     def tier(self, policy: str) -> str:
         """Describe in words which KV remains after a turn under ``policy``."""
@@ -345,6 +355,11 @@ class SimulationSettings:
         if name in BASELINES or name in PEERS:
             return False
         return not INFORMED.isdisjoint(_mixed(name).values()) if self.oracle is None else self.oracle
+
+    def reports_of(self, name: str) -> Reports:
+        """Return what the clients report under the policy ``name``."""
+        known = name not in BASELINES and name not in PEERS and not ENDS_REPORTED.isdisjoint(_mixed(name).values())
+        return Reports.ENDS if known and self.reports == Reports.NOTHING else Reports(self.reports)
 
     def slo(self) -> SloConfig:
         """Return the SLO that policies and routers get."""

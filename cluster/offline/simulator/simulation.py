@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 
 from cluster.core.clock import ManualClock
 from cluster.core.program import ProgramIdentity
@@ -167,7 +168,9 @@ class Simulation:
         self.timeline.run(until_s)
         for replica in self._replicas:
             replica.check_integrity()
-        return [self._record(job) for job in self._jobs]
+        # A refused program counts up to the same time in every run, although one without events left stops earlier.
+        end_s = until_s if isfinite(until_s) else self._clock.now_s()
+        return [self._record(job, end_s) for job in self._jobs]
 
     def _arrive(self, job: Job, parent: _Program | None = None) -> None:
         now_s = self._clock.now_s()
@@ -340,8 +343,8 @@ class Simulation:
         self._jobs.append(job)
         self.timeline.at(self._clock.now_s() + again_s, partial(self._arrive, job))
 
-    def _record(self, job: Job) -> ProgramRecord:
-        """Make the record of a program now. A turn that is due counts as unfinished."""
+    def _record(self, job: Job, end_s: float) -> ProgramRecord:
+        """Make the record of a program now. A turn that is due counts as unfinished, up to ``end_s``."""
         program = self._programs.get(job.program_id)
         turns = list(program.done) if program else []
         if program is not None and program.turn is not None:
@@ -359,5 +362,5 @@ class Simulation:
             turns=tuple(turns),
             planned_turns=planned,
             kind=job.program.kind,
-            until_s=self._clock.now_s(),
+            until_s=end_s,
         )
