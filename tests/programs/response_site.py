@@ -83,8 +83,8 @@ def site(
         assert method == "tokenize"
         return json.dumps({"count": len(json.dumps(body))}).encode()
 
-    store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, clock=MonotonicClock())
-    conversations = Conversations(store, StoredResponses(runner))
+    store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, tenant_bytes=1 << 20, clock=MonotonicClock())
+    conversations = Conversations(store, StoredResponses(runner), lambda: runner.memory.is_full_for_storing)
     lineage = LineageIndex() if lineage is None else lineage
     routes = ResponseRoutes(runner, offers or known(), config, as_http_error, conversations, plain, lineage)
 
