@@ -424,13 +424,23 @@ class ProgramRunner:
 
     async def _take_over(self) -> None:
         room = min(TAKEN_AT_ONCE, self._config.programs.max_open - self.open_runs - len(self._starting))
-        for run_id in await self._store.claim(max(0, room), self._working):
-            try:
-                await self._resume(run_id)
-            except (ValueError, IllegalTransition):
-                logger.exception("run %s cannot be read, and ends so", run_id)
-                self.counters["unreadable"] += 1
-                await self._give_up(run_id)
+        left = await self._store.claim(max(0, room), self._working)
+        try:
+            while left:
+                await self._resume_or_end(left[0])
+                left.pop(0)
+        finally:
+            if left:
+                with contextlib.suppress(RunStoreUnavailable):
+                    await self._store.release(left)
+
+    async def _resume_or_end(self, run_id: str) -> None:
+        try:
+            await self._resume(run_id)
+        except (ValueError, IllegalTransition):
+            logger.exception("run %s cannot be read, and ends so", run_id)
+            self.counters["unreadable"] += 1
+            await self._give_up(run_id)
 
     async def _resume(self, run_id: str) -> None:
         events, cancel_asked = await self._read(run_id)
