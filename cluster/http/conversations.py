@@ -1,5 +1,6 @@
 """`/v1/conversations`: OpenAI's Conversations API."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
@@ -26,7 +27,9 @@ from cluster.responses.conversation_entries import (
     added,
     decode,
     encode,
+    is_kept,
 )
+from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import AnyItem, page_of, shown_item
 from cluster.responses.request import Metadata
 from cluster.responses.spec import RunRequest
@@ -75,7 +78,7 @@ class Conversations:
         self._is_full = is_full
 
     async def get(self, tenant: str, name: str, param: str = "conversation_id") -> ConversationEntries:
-        """Return a conversation.
+        """Return a conversation with its responses.
 
         Args:
             tenant: the tenant.
@@ -86,9 +89,29 @@ class Conversations:
             BadRequest: there is none of this id (404).
             Overloaded: the store does not answer.
         """
-        entries = [decode(entry) for entry in (await self.stored(tenant, name, param)).entries]
+        entries = await self._entries(tenant, name, param)
         names = [entry.response for entry in entries if isinstance(entry, Responded)]
-        return ConversationEntries(name, tuple(entries), await self._responses.found(names, tenant))
+        return ConversationEntries(name, entries, await self._responses.found(names, tenant))
+
+    async def to_continue(self, tenant: str, name: str, param: str) -> ConversationEntries:
+        """Return a conversation with those of its responses that `ConversationEntries.continuation` needs.
+
+        It needs all where items were deleted, and otherwise the last one whose items belong to the conversation, and
+        those after it. Those before it have ended. The arguments and exceptions are those of `get`.
+        """
+        entries = await self._entries(tenant, name, param)
+        needs_all = any(isinstance(entry, Deleted) for entry in entries)
+        found: dict[str, ResponseFold] = {}
+        for entry in reversed(entries):
+            if isinstance(entry, Responded):
+                found |= await self._responses.found([entry.response], tenant)
+                if is_kept(found.get(entry.response)) and not needs_all:
+                    break
+        return ConversationEntries(name, entries, found)
+
+    async def _entries(self, tenant: str, name: str, param: str) -> tuple[Entry, ...]:
+        stored = (await self.stored(tenant, name, param)).entries
+        return await asyncio.to_thread(lambda: tuple(map(decode, stored)))
 
     async def stored(self, tenant: str, name: str, param: str = "conversation_id") -> StoredConversation:
         """Return a conversation as it is stored. Arguments and exceptions are those of `get`."""
@@ -228,8 +251,8 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation of this id (404), or the page is invalid.
         """
-        found = await self._conversations.get(tenant, name)
-        return _listed(page_of(found.items, order=order, limit=limit, after=after))
+        found = await self._items(tenant, name)
+        return _listed(page_of(found, order=order, limit=limit, after=after))
 
     async def item(self, tenant: str, name: str, item_id: str) -> Response:
         """Return an item.
@@ -237,7 +260,7 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation or no item of this id (404).
         """
-        for item in (await self._conversations.get(tenant, name)).items:
+        for item in await self._items(tenant, name):
             if item["id"] == item_id:
                 return Response(to_json(_item.validate_python(item)), media_type="application/json")
         raise _no_item(item_id)
@@ -248,10 +271,14 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation or no item of this id (404).
         """
-        if all(item["id"] != item_id for item in (await self._conversations.get(tenant, name)).items):
+        if all(item["id"] != item_id for item in await self._items(tenant, name)):
             raise _no_item(item_id)
         await self._conversations.delete_item(tenant, name, item_id)
         return await self.show(tenant, name)
+
+    async def _items(self, tenant: str, name: str) -> list[dict[str, Any]]:
+        found = await self._conversations.get(tenant, name)
+        return await asyncio.to_thread(lambda: found.items)
 
 
 @asynccontextmanager
