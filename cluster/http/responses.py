@@ -30,9 +30,10 @@ from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.connection_responses import ConnectionResponses
 from cluster.http.conversations import Conversations
+from cluster.http.idempotency import read_idempotency
 from cluster.http.requests import passed_headers
 from cluster.http.response_requests import ResponseRequests
-from cluster.http.runs import Abandon, EventStream, Offers, Prepare, read_idempotency
+from cluster.http.runs import Abandon, EventStream, Offers, Prepare
 from cluster.http.stored_responses import StoredResponses, not_found, replayed
 from cluster.responses.compaction import compacted_response
 from cluster.responses.events import ResponseFold, usage
@@ -105,7 +106,7 @@ class ResponseRoutes:
         Raises:
             HttpError: the request is invalid, or the response failed before any token was generated.
         """
-        idempotency = read_idempotency(http, "responses", body)
+        idempotency = read_idempotency(http, "responses")
         shown: Mapping[str, str] = {}
         if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
             body = await prepare()

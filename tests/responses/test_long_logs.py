@@ -8,18 +8,19 @@ from cluster.core.clock import MonotonicClock
 from cluster.http.conversations import Conversations
 from cluster.http.stored_responses import StoredResponses, replayed
 from cluster.responses.conversation_entries import Deleted, Entry, Responded, encode
-from cluster.runs.events import Ended, Generated, RunEvent, TurnIntent
+from cluster.runs.events import Ended, Generated, RunEvent, Status, TurnIntent
 from cluster.runs.runner import AT_ONCE, ProgramRunner
 from cluster.store.conversations import ConversationStore, StoredConversation
-from tests.responses.run_logs import COMPLETED, accepted, result
+from tests.responses import run_logs
 
+LOGS: Any = run_logs
 PARTS = 20
 
 
-def log(status: str = "completed") -> list[RunEvent]:
+def log(status: Status = "completed") -> list[RunEvent]:
     pieces = [Generated(1, "word ") for _ in range(PARTS * AT_ONCE)]
-    end = COMPLETED if status == "completed" else Ended(status, at_s=105.0)
-    return [accepted(store=True), TurnIntent(1), *pieces, result(1, "word " * len(pieces)), end]
+    result = LOGS.result(1, "word " * len(pieces))
+    return [LOGS.accepted(store=True), TurnIntent(1), *pieces, result, Ended(status, at_s=105.0)]
 
 
 class Logs:
