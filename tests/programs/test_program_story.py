@@ -1,4 +1,4 @@
-"""`GET /v1/programs/{id}` of a program with many runs: one log at a time is in memory, and is read beside the event loop."""
+"""`GET /v1/programs/{id}` of a program with many runs: one log at a time is in memory, and is read in a thread."""
 
 import json
 import threading
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.http import routes
 from cluster.http.routes import ProgramRoutes
 from cluster.runs.events import RunEvent
+from cluster.runs.export import account
 from cluster.store.runs.records import RunHead
 from tests.responses import run_logs
 
@@ -47,13 +47,13 @@ class Fleet:
 
 
 async def test_one_log_at_a_time_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    account, threads = routes.account, list[int]()
+    threads = list[int]()
 
     def noted(log: list[RunEvent], *, token_ids: bool) -> dict[str, Any]:
         threads.append(threading.get_ident())
         return account(log, token_ids=token_ids)
 
-    monkeypatch.setattr(routes, "account", noted)
+    monkeypatch.setattr("cluster.http.routes.account", noted)
     runner: Any = Runner()
     fleet: Any = Fleet()
     shown = await ProgramRoutes(runner, fleet).show("t", "p", token_ids=True)
