@@ -61,6 +61,7 @@ logger = logging.getLogger("ray.serve")
 LEASE_SHARE = 3
 """Number of renewals within the time of a lease."""
 TAKEN_AT_ONCE = 8
+"""Largest number of batches that are taken over, one after another, before the own ones are looked at."""
 MAX_OPEN_OF_TENANT = 50
 """Largest number of a tenant's batches that have not ended."""
 MAX_LOADED = 8
@@ -134,6 +135,8 @@ class BatchRunner:
         self._wall = wall
         self._tasks: dict[str, BatchTask] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
+        self._claimed: set[str] = set()
+        """Batches whose lease is held here, and whose log is being read."""
         self._lines: dict[asyncio.Task[None], tuple[BatchTask, InputLine]] = {}
         self._turns: list[str] = []
         """Tenants with batches here. The first is the next to start a line."""
@@ -166,7 +169,8 @@ class BatchRunner:
 
     def attend(self) -> None:
         """Begin to work on batches."""
-        self._background.start("leases of batches", self._attend_for_ever)
+        self._background.start("leases of batches", self._renew_for_ever)
+        self._background.start("batches of others", self._attend_for_ever)
         self._background.start("lines of batches", self._start_lines_for_ever)
 
     async def aclose(self) -> None:
@@ -311,21 +315,31 @@ class BatchRunner:
             del self._working[name], self._tasks[name]
             self._wake.set()
 
-    async def _attend_for_ever(self) -> NoReturn:
+    async def _renew_for_ever(self) -> NoReturn:
+        """Renew the leases. Nothing else is done between, since the logs and inputs of batches take long."""
         while True:
             try:
                 await self._renew()
-                await self._take_over()
-                await self._restore_inputs()
-                await self._look()
             except RunStoreUnavailable as error:
                 logger.warning("leases of batches were not renewed: %s", error)
             await asyncio.sleep(self._lease_s / LEASE_SHARE)
 
+    async def _attend_for_ever(self) -> NoReturn:
+        while True:
+            try:
+                await self._take_over()
+                await self._restore_inputs()
+                await self._look()
+            except RunStoreUnavailable as error:
+                logger.warning("batches were not looked at: %s", error)
+            await asyncio.sleep(self._lease_s / LEASE_SHARE)
+
     async def _renew(self) -> None:
-        if not self._working:
+        held = [*self._working, *self._claimed]
+        if not held:
             return
-        renewal = await self._store.renew(list(self._working))
+        renewal = await self._store.renew(held)
+        self._claimed -= renewal.lost
         for name in renewal.lost & self._working.keys():
             self._lose(self._tasks[name])
         for name in renewal.unknown & self._working.keys():
@@ -344,16 +358,31 @@ class BatchRunner:
             work.cancel()
 
     async def _take_over(self) -> None:
-        for name in await self._store.claim(TAKEN_AT_ONCE, self._working):
+        for _ in range(TAKEN_AT_ONCE):
+            names = await self._store.claim(1, self._working)
+            if not names:
+                return
+            self._claimed.update(names)
             try:
-                found = await self._log(name)
-            except ValueError:
-                logger.exception("batch %s cannot be read, and fails", name)
-                await self._give_up(name)
-                continue
-            if found is not None and name not in self._working:
-                logger.warning("batch %s goes on here: its ingress is gone", name)
-                self._begin(*found)
+                await self._continue(names[0])
+            except BaseException:
+                with contextlib.suppress(RunStoreUnavailable):
+                    await self._store.release(names)
+                raise
+            finally:
+                self._claimed.difference_update(names)
+
+    async def _continue(self, name: str) -> None:
+        """Begin to work on a batch that was claimed, unless the lease was lost while its log was read."""
+        try:
+            found = await self._log(name)
+        except ValueError:
+            logger.exception("batch %s cannot be read, and fails", name)
+            await self._give_up(name)
+            return
+        if found is not None and name in self._claimed and name not in self._working:
+            logger.warning("batch %s goes on here: its ingress is gone", name)
+            self._begin(*found)
 
     async def _log(self, name: str) -> tuple[Batch, Progress, list[BatchEvent]] | None:
         """Return a batch with its log; None: it is not in the store.

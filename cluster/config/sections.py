@@ -117,7 +117,8 @@ class BatchesConfig(Section):
     """Maximum size of a file in bytes. Larger files get 413. JSON lines take about a fifth of their size in Redis."""
     max_stored_bytes: int = Field(256 << 20, ge=1024)
     """Maximum size in bytes of all files of a tenant and of the results of its batches in progress. At this size
-    uploads get 400, and the tenant's batches pause until files are deleted."""
+    uploads get 400, and the tenant's batches pause until files are deleted. The tenant's conversations may have as many
+    bytes, which count by themselves and are not compressed in Redis."""
     retention_s: float = Field(7 * 24 * 3600.0, ge=3600, le=366 * 24 * 3600)
     """Seconds for which a file is kept, unless its upload says another time, and for which an ended batch is listed."""
 

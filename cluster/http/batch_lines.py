@@ -18,7 +18,7 @@ from cluster.batches.input_lines import LineRequest
 from cluster.batches.records import Batch, Endpoint
 from cluster.batches.results import LineAnswer
 from cluster.core.errors import BadRequest, HttpError, RunError
-from cluster.http.runs import IDEMPOTENCY_KEY
+from cluster.http.idempotency import IDEMPOTENCY_KEY
 from cluster.runs.chat_api import asks_for_loop
 
 SESSION = "x-session-id"

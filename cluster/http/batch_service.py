@@ -22,9 +22,6 @@ from cluster.store.runs.store import RunStore
 
 METRICS_PERIOD_S = 1.0
 """Seconds between two records of the gauges. In Ray, a gauge goes stale unless it is set about once a second."""
-FULL_SHARE = 0.6
-"""Share of Redis's `maxmemory` from which on no file and no batch is accepted, and no line is started. It is below that
-from which on ended programs are deleted early, so that batches never push them out."""
 
 
 class BatchService:
@@ -87,7 +84,7 @@ class BatchService:
             stack.push_async_callback(self._loops.aclose)
 
     def _is_full(self) -> bool:
-        return self._runner.memory.memory.share >= FULL_SHARE
+        return self._runner.memory.is_full_for_storing
 
     async def _forget_line(self, tenant: str, key: str) -> None:
         if (run_id := await self._runner.keyed(tenant, key)) is not None:

@@ -17,7 +17,7 @@ from cluster.batches.records import Batch, Endpoint, Progress
 from cluster.batches.runner import BatchRunner
 from cluster.core.errors import BadRequest
 from cluster.http.files import BATCH, MAX_KEPT_S, MIN_KEPT_S, FileRoutes
-from cluster.http.runs import read_idempotency
+from cluster.http.idempotency import read_idempotency
 from cluster.responses.input_items import page_of
 from cluster.responses.request import Metadata
 from cluster.responses.tools import OpenPart
@@ -69,7 +69,7 @@ class BatchRoutes:
         wanted = validated(CreateBatch, body)
         tenant, now_s = caller_of(http).tenant, time()
         window_s = _window_s(wanted.completion_window)
-        idempotency = read_idempotency(http, "batches", body)
+        idempotency = read_idempotency(http, "batches")
         if (earlier := await self._batches.repeated(tenant, idempotency)) is not None:
             return await self.show(tenant, earlier)
         file = await self._files.find(tenant, wanted.input_file_id, "input_file_id")

@@ -19,7 +19,8 @@ from cluster.core.program import ProgramIdentity
 from cluster.http.attributed_answers import program_headers
 from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
-from cluster.http.runs import Abandon, EventStream, Offers, Prepare, limits, read_idempotency
+from cluster.http.idempotency import read_idempotency
+from cluster.http.runs import Abandon, EventStream, Offers, Prepare, limits
 from cluster.runs.chat_api import ChatFold, chat_spec, deltas
 from cluster.runs.events import Generated
 from cluster.runs.runner import ProgramRunner
@@ -75,7 +76,7 @@ class ChatPrograms:
         Raises:
             HttpError: the request is invalid, or the program failed.
         """
-        idempotency = read_idempotency(http, "chat", body)
+        idempotency = read_idempotency(http, "chat")
         shown: Mapping[str, str] = {}
         if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
             run_id, shown = await self._start(await prepare(), identity, idempotency, arrived_s)

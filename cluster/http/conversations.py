@@ -1,6 +1,7 @@
 """`/v1/conversations`: OpenAI's Conversations API."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
 from typing import Any, Literal
@@ -26,14 +27,16 @@ from cluster.responses.conversation_entries import (
     added,
     decode,
     encode,
+    is_kept,
 )
+from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import AnyItem, page_of, shown_item
 from cluster.responses.request import Metadata
 from cluster.responses.spec import RunRequest
 from cluster.responses.tools import OpenPart
 from cluster.responses.wire import to_json
 from cluster.store.client import StoreUnavailable
-from cluster.store.conversations import ConversationStore, StoredConversation, Written
+from cluster.store.conversations import MAX_CONVERSATIONS, ConversationStore, StoredConversation, Written
 
 MAX_ADDED = 20
 """Largest number of items of a request, as OpenAI's."""
@@ -66,14 +69,16 @@ class Conversations:
     Args:
         store: has their entries.
         responses: has their responses.
+        is_full: returns whether the store has no memory for more.
     """
 
-    def __init__(self, store: ConversationStore, responses: StoredResponses) -> None:
+    def __init__(self, store: ConversationStore, responses: StoredResponses, is_full: Callable[[], bool]) -> None:
         self._store = store
         self._responses = responses
+        self._is_full = is_full
 
     async def get(self, tenant: str, name: str, param: str = "conversation_id") -> ConversationEntries:
-        """Return a conversation.
+        """Return a conversation with its responses.
 
         Args:
             tenant: the tenant.
@@ -84,9 +89,29 @@ class Conversations:
             BadRequest: there is none of this id (404).
             Overloaded: the store does not answer.
         """
-        entries = [decode(entry) for entry in (await self.stored(tenant, name, param)).entries]
+        entries = await self._entries(tenant, name, param)
         names = [entry.response for entry in entries if isinstance(entry, Responded)]
-        return ConversationEntries(name, tuple(entries), await self._responses.found(names, tenant))
+        return ConversationEntries(name, entries, await self._responses.found(names, tenant))
+
+    async def to_continue(self, tenant: str, name: str, param: str) -> ConversationEntries:
+        """Return a conversation with those of its responses that `ConversationEntries.continuation` needs.
+
+        It needs all where items were deleted, and otherwise the last one whose items belong to the conversation, and
+        those after it. Those before it have ended. The arguments and exceptions are those of `get`.
+        """
+        entries = await self._entries(tenant, name, param)
+        needs_all = any(isinstance(entry, Deleted) for entry in entries)
+        found: dict[str, ResponseFold] = {}
+        for entry in reversed(entries):
+            if isinstance(entry, Responded):
+                found |= await self._responses.found([entry.response], tenant)
+                if is_kept(found.get(entry.response)) and not needs_all:
+                    break
+        return ConversationEntries(name, entries, found)
+
+    async def _entries(self, tenant: str, name: str, param: str) -> tuple[Entry, ...]:
+        stored = (await self.stored(tenant, name, param)).entries
+        return await asyncio.to_thread(lambda: tuple(map(decode, stored)))
 
     async def stored(self, tenant: str, name: str, param: str = "conversation_id") -> StoredConversation:
         """Return a conversation as it is stored. Arguments and exceptions are those of `get`."""
@@ -97,14 +122,33 @@ class Conversations:
         return found
 
     async def create(self, tenant: str, name: str, metadata: bytes, entries: Sequence[Entry]) -> float:
-        """Store a new conversation. Return the time of its creation in seconds."""
+        """Store a new conversation. Return the time of its creation in seconds.
+
+        Raises:
+            BadRequest: it is too large, or the tenant has too many, or too much in them.
+            Overloaded: the store has no memory for it, or does not answer.
+        """
+        self._require_memory()
         created_s = time()
         async with _answering():
             _require(await self._store.create(tenant, name, created_s, metadata, _encoded(entries)), name)
         return created_s
 
-    async def append(self, tenant: str, name: str, entries: Sequence[Entry]) -> None:
-        """Append entries. Exceptions are those of `get`."""
+    async def add(self, tenant: str, name: str, items: Sequence[Added]) -> None:
+        """Append items.
+
+        Raises:
+            BadRequest: there is no conversation of this id (404), or it or the tenant has no room for them.
+            Overloaded: the store has no memory for them, or does not answer.
+        """
+        self._require_memory()
+        await self._append(tenant, name, items)
+
+    async def delete_item(self, tenant: str, name: str, item_id: str) -> None:
+        """Delete an item. The arguments and exceptions are those of `add`, but it needs no free memory."""
+        await self._append(tenant, name, [Deleted(item_id)])
+
+    async def _append(self, tenant: str, name: str, entries: Sequence[Entry]) -> None:
         async with _answering():
             _require(await self._store.append(tenant, name, _encoded(entries)), name)
 
@@ -117,6 +161,11 @@ class Conversations:
         """Delete a conversation. Its responses stay. Exceptions are those of `get`."""
         async with _answering():
             _require(await self._store.delete(tenant, name), name)
+
+    def _require_memory(self) -> None:
+        if self._is_full():
+            message = "the store (redis) has no memory for more items; retry later"
+            raise Overloaded(message, retry_after_s=RETRY_AFTER_S, code="store_full")
 
     async def add_response(self, run: RunRequest) -> None:
         """Add a response that was just started.
@@ -145,7 +194,8 @@ class ConversationRoutes:
         """Make a conversation.
 
         Raises:
-            BadRequest: a field is invalid.
+            BadRequest: a field is invalid, or the tenant has too many conversations, or too much in them.
+            Overloaded: the store has no memory for it, or does not answer.
         """
         wanted = validated(NewConversation, body)
         name = f"{CONVERSATION_PREFIX}{uuid4().hex}"
@@ -184,12 +234,13 @@ class ConversationRoutes:
         """Add items at the end.
 
         Raises:
-            BadRequest: there is no conversation of this id (404), or a field is invalid.
+            BadRequest: there is no conversation of this id (404), a field is invalid, or there is no room for them.
+            Overloaded: the store has no memory for them, or does not answer.
         """
         entries: list[Added] = added(validated(NewItems, body).items)
         items = [shown_item(entry.item) for entry in entries]
         answer = _listed(page_of(items, order="asc", limit=MAX_ADDED, after=None))
-        await self._conversations.append(tenant, name, entries)
+        await self._conversations.add(tenant, name, entries)
         return answer
 
     async def items(
@@ -200,8 +251,8 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation of this id (404), or the page is invalid.
         """
-        found = await self._conversations.get(tenant, name)
-        return _listed(page_of(found.items, order=order, limit=limit, after=after))
+        found = await self._items(tenant, name)
+        return _listed(page_of(found, order=order, limit=limit, after=after))
 
     async def item(self, tenant: str, name: str, item_id: str) -> Response:
         """Return an item.
@@ -209,7 +260,7 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation or no item of this id (404).
         """
-        for item in (await self._conversations.get(tenant, name)).items:
+        for item in await self._items(tenant, name):
             if item["id"] == item_id:
                 return Response(to_json(_item.validate_python(item)), media_type="application/json")
         raise _no_item(item_id)
@@ -220,10 +271,14 @@ class ConversationRoutes:
         Raises:
             BadRequest: there is no conversation or no item of this id (404).
         """
-        if all(item["id"] != item_id for item in (await self._conversations.get(tenant, name)).items):
+        if all(item["id"] != item_id for item in await self._items(tenant, name)):
             raise _no_item(item_id)
-        await self._conversations.append(tenant, name, [Deleted(item_id)])
+        await self._conversations.delete_item(tenant, name, item_id)
         return await self.show(tenant, name)
+
+    async def _items(self, tenant: str, name: str) -> list[dict[str, Any]]:
+        found = await self._conversations.get(tenant, name)
+        return await asyncio.to_thread(lambda: found.items)
 
 
 @asynccontextmanager
@@ -246,6 +301,12 @@ def _require(written: Written, name: str, param: str = "conversation_id") -> Non
             error = BadRequest(message, status=409, param=param, code="conversation_locked")
         case Written.FULL:
             error = BadRequest(f"the conversation {name!r} is full; begin another", param=param)
+        case Written.MANY:
+            message = f"at most {MAX_CONVERSATIONS} conversations are kept; delete some"
+            error = BadRequest(message, code="too_many_conversations")
+        case Written.QUOTA:
+            message = "all conversations would have more bytes than are kept; delete some (batches.max_stored_bytes)"
+            error = BadRequest(message, param=param, code="storage_quota_exceeded")
     raise error
 
 

@@ -144,7 +144,10 @@ class ProgramIngress(Administration):
         self._fleet = ReplicaClients(replicas, config, clock, name, *parts_of_turns)
         self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
-        conversations = Conversations(self._service.conversations, StoredResponses(self._service.runner))
+        runner = self._service.runner
+        conversations = Conversations(
+            self._service.conversations, StoredResponses(runner), lambda: runner.memory.is_full_for_storing
+        )
         self._lineage = LineageIndex()
         self._responses = ResponseRoutes(*parts, conversations, self._fleet.plain, self._lineage)
         self._conversations = ConversationRoutes(conversations)

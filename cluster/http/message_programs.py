@@ -17,7 +17,8 @@ from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome
 from cluster.core.tools import ToolOffer
-from cluster.http.runs import Abandon, Offers, limits, read_idempotency
+from cluster.http.idempotency import read_idempotency
+from cluster.http.runs import Abandon, Offers, limits
 from cluster.runs.events import Generated, RunEvent
 from cluster.runs.messages_api import MESSAGE_PREFIX, messages_spec, run_offers
 from cluster.runs.runner import ProgramRunner
@@ -122,7 +123,7 @@ class MessagePrograms:
         Raises:
             HttpError: the request is invalid, or the run was not accepted.
         """
-        idempotency = read_idempotency(http, "messages", request.model_dump(mode="json"))
+        idempotency = read_idempotency(http, "messages")
         run_id = await self._start(request, prompt, body, identity, idempotency, arrived_s)
         client = RunClient(run_id, self._abandon, stays=idempotency is not None)
         return BegunRun(self._events(run_id, bool(request.stream)), client, limits(self._config).wall_s)

@@ -28,6 +28,7 @@ from cluster.core.identity import Identified, identify
 from cluster.core.program import ProgramIdentity
 from cluster.http.body import parse_object, read_body
 from cluster.http.fair_thread import FairThread
+from cluster.http.idempotency import keep_digest
 from cluster.http.images import ImageReader
 from cluster.observing.logs import bind
 from cluster.observing.trace_context import TRACEPARENT
@@ -134,11 +135,19 @@ class TurnReader:
         return body
 
     async def _understood(self, request: Request, understand: Callable[[dict[str, Any]], Read]) -> Read:
-        """Read the body and call ``understand`` with it, in a thread if it is large."""
+        """Read the body and call ``understand`` with it, in a thread if it is large. Its digest is kept for
+        `read_idempotency`.
+        """
         http = self._config.http
         raw = await read_body(request.receive, request.headers, http.max_body_bytes)
         tenant = caller_of(request).tenant
-        return await self._bodies.run(tenant, len(raw), lambda: understand(parse_object(raw, http.max_json_depth)))
+
+        def work() -> Read:
+            body = parse_object(raw, http.max_json_depth)
+            keep_digest(request, body)
+            return understand(body)
+
+        return await self._bodies.run(tenant, len(raw), work)
 
     async def body(self, request: Request, translate: Translation | None = None) -> dict[str, Any]:
         """Read the body of a request that is not a turn. Its `model` becomes the id of the model that is used.

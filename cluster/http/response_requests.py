@@ -1,5 +1,6 @@
 """Reads requests for responses, with what they need that is not in their bodies: stored responses and tools."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import time
@@ -105,8 +106,9 @@ class ResponseRequests:
         )
         if request.conversation is None:
             return run_spec(request, around)
-        conversation = await self._conversations.get(identity.tenant, request.conversation.id, "conversation")
-        previous, earlier = conversation.continuation()
+        name = request.conversation.id
+        conversation = await self._conversations.to_continue(identity.tenant, name, "conversation")
+        previous, earlier = await asyncio.to_thread(conversation.continuation)
         return run_spec(request, replace(around, previous=previous, earlier=earlier, known=len(conversation.entries)))
 
     async def _previous(self, response_id: str | None, tenant: str, own: ConnectionResponses | None) -> RunState | None:

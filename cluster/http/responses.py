@@ -30,9 +30,10 @@ from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.connection_responses import ConnectionResponses
 from cluster.http.conversations import Conversations
+from cluster.http.idempotency import read_idempotency
 from cluster.http.requests import passed_headers
 from cluster.http.response_requests import ResponseRequests
-from cluster.http.runs import Abandon, EventStream, Offers, Prepare, read_idempotency
+from cluster.http.runs import Abandon, EventStream, Offers, Prepare
 from cluster.http.stored_responses import StoredResponses, not_found, replayed
 from cluster.responses.compaction import compacted_response
 from cluster.responses.events import ResponseFold, usage
@@ -44,7 +45,7 @@ from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import Compaction, RunSpec
 from cluster.runs.runner import ProgramRunner
-from cluster.runs.state import RunState
+from cluster.runs.state import RunState, begin
 from cluster.runs.turn_request import prompt_fields
 from cluster.store.runs.records import Idempotency
 
@@ -105,7 +106,7 @@ class ResponseRoutes:
         Raises:
             HttpError: the request is invalid, or the response failed before any token was generated.
         """
-        idempotency = read_idempotency(http, "responses", body)
+        idempotency = read_idempotency(http, "responses")
         shown: Mapping[str, str] = {}
         if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
             body = await prepare()
@@ -237,7 +238,7 @@ class ResponseRoutes:
         log = await self._stored.log(response_id, tenant)
         if stream:
             return EventStream(self._events(response_id, starting_after), None)
-        return _whole(replayed(log).response)
+        return _whole((await replayed(log)).response)
 
     async def cancel(self, tenant: str, response_id: str) -> Response:
         """Cancel a response. One that has ended does not change.
@@ -278,13 +279,13 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404), or the page is invalid.
         """
-        state = replayed(await self._stored.log(response_id, tenant)).state
-        return _whole(input_items(state.spec, order=order, limit=limit, after=after))
+        log = await self._stored.log(response_id, tenant)
+        return _whole(input_items(begin(log[0]).spec, order=order, limit=limit, after=after))
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _as_it_stands(self, run_id: str, tenant: str) -> ResponseObject:
-        return replayed(await self._stored.log(run_id, tenant)).response
+        return (await replayed(await self._stored.log(run_id, tenant))).response
 
     async def _until_ended(self, run_id: str) -> ResponseFold:
         reader = ResponseFold()

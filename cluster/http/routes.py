@@ -1,5 +1,6 @@
 """The routes of programs, tools and draining: `/v1/programs`, `/v1/tools`, `/admin/drain`."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
@@ -79,12 +80,18 @@ class ProgramRoutes:
             BadRequest: the program is unknown (404).
         """
         heads = await self._runner.runs(tenant, program=program_id)
-        logs = [await self._runner.load(head.id, tenant) for head in reversed(heads)]
-        runs = [account(log, token_ids=token_ids) for log in logs if log]
+        accounts = [await self._account(head.id, tenant, token_ids=token_ids) for head in reversed(heads)]
+        runs = [run for run in accounts if run is not None]
         story = await self._fleet.story(_key(tenant, program_id))
         if not runs and not story:
             raise BadRequest(f"nobody knows the program {program_id!r}", status=404, param="program_id")
-        return JSONResponse({"id": program_id, "object": "program", **(story or {}), "runs": runs})
+        shown = {"id": program_id, "object": "program", **(story or {}), "runs": runs}
+        return await asyncio.to_thread(JSONResponse, shown)
+
+    async def _account(self, run_id: str, tenant: str, *, token_ids: bool) -> dict[str, Any] | None:
+        """Return a run as plain values, or None if it is not stored any more. Its log is not kept."""
+        log = await self._runner.load(run_id, tenant)
+        return await asyncio.to_thread(account, log, token_ids=token_ids) if log else None
 
     async def cancel(self, tenant: str, program_id: str) -> Response:
         """Cancel all open runs of a program.

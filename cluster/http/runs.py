@@ -1,27 +1,18 @@
-"""Functions of all routes that start a run: its limits, its Idempotency-Key, and the disconnect of its client."""
+"""Functions of all routes that start a run: its limits, and the disconnect of its client."""
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
-
 from cluster.api.sse import EventStream as EventStream
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import BadRequest, RunStoreUnavailable
+from cluster.core.errors import RunStoreUnavailable
 from cluster.core.tools import ToolOffer
 from cluster.runs.events import Limits
 from cluster.runs.runner import ProgramRunner
-from cluster.store.runs.records import Idempotency
 
 logger = logging.getLogger("ray.serve")
-
-IDEMPOTENCY_KEY = "idempotency-key"
-MAX_KEY_LENGTH = 255
-
 
 Offers = Callable[[str, Mapping[str, Any] | None], Awaitable[Sequence[ToolOffer]]]
 """A function from a tenant and the definitions of a request's own tools to all tools that are offered now. It raises
@@ -67,27 +58,6 @@ def limits(config: CaesuraConfig) -> Limits:
         wall_s=programs.max_wall_s,
         turn_attempts=programs.turn_attempts,
     )
-
-
-def read_idempotency(http: Request, api: str, body: Mapping[str, Any]) -> Idempotency | None:
-    """Return the request's Idempotency-Key with the fingerprint of its body; None: it has no key.
-
-    Args:
-        http: the request.
-        api: the name of the API, which is a part of the fingerprint.
-        body: the body of the request as the client has sent it.
-
-    Raises:
-        BadRequest: the key is invalid.
-    """
-    key = http.headers.get(IDEMPOTENCY_KEY)
-    if key is None:
-        return None
-    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-        message = f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters"
-        raise BadRequest(message, param="Idempotency-Key")
-    text = json.dumps([api, body], sort_keys=True, separators=(",", ":"))
-    return Idempotency(key, hashlib.sha256(text.encode()).digest())
 
 
 def described(one: ToolOffer) -> dict[str, Any]:

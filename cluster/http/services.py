@@ -60,7 +60,11 @@ class ProgramService:
             retention_s=programs.retention_s,
         )
         self.conversations = ConversationStore(
-            store.url, timeout_s=store.timeout_s, retention_s=programs.retention_s, clock=clock
+            store.url,
+            timeout_s=store.timeout_s,
+            retention_s=programs.retention_s,
+            tenant_bytes=config.batches.max_stored_bytes,
+            clock=clock,
         )
         self.usage = UsageStore(store.url, timeout_s=store.timeout_s, clock=clock)
         self.durations = SharedToolDurations(store, model=config.model.id, writer=owner, clock=clock)

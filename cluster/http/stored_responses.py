@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Sequence
 from cluster.core.errors import BadRequest
 from cluster.responses.events import ResponseFold
 from cluster.runs.events import RunEvent
-from cluster.runs.runner import ProgramRunner
+from cluster.runs.runner import AT_ONCE, ProgramRunner
+from cluster.runs.state import begin
 
 
 class StoredResponses:
@@ -33,29 +34,29 @@ class StoredResponses:
         log = await self._runner.load(response_id, tenant)
         if not log:
             raise not_found(response_id)
-        spec = replayed(log[:1]).state.spec
+        spec = begin(log[0]).spec
         if spec.api != "responses" or not (spec.store or response_id in own):
             raise not_found(response_id)
         return log
 
     async def found(self, names: Iterable[str], tenant: str, own: Container[str] = ()) -> dict[str, ResponseFold]:
         """Return those of these responses that exist, by id. The arguments are those of `log`."""
-        names = list(names)
-        logs = await asyncio.gather(*(self.log(name, tenant, own) for name in names), return_exceptions=True)
         found: dict[str, ResponseFold] = {}
-        for name, log in zip(names, logs, strict=True):
-            if not isinstance(log, BaseException):
-                found[name] = replayed(log)
-            elif not isinstance(log, BadRequest):
-                raise log
+        for name in names:  # one log at a time is in memory
+            try:
+                found[name] = await replayed(await self.log(name, tenant, own))
+            except BadRequest:
+                continue
         return found
 
 
-def replayed(log: Sequence[RunEvent]) -> ResponseFold:
-    """Return a response by its log."""
+async def replayed(log: Sequence[RunEvent]) -> ResponseFold:
+    """Return a response by its log. Other tasks of the event loop run meanwhile."""
     reader = ResponseFold()
-    for event in log:
+    for number, event in enumerate(log, start=1):
         reader.feed(event)
+        if number % AT_ONCE == 0:
+            await asyncio.sleep(0)
     return reader
 
 

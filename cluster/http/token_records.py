@@ -1,8 +1,10 @@
 """The routes of recorded tokens: `/v1/programs/{program_id}/tokens`, and the list of recorded programs."""
 
+import asyncio
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.openai import RETRY_AFTER_S
@@ -10,7 +12,7 @@ from cluster.core.errors import BadRequest, Overloaded
 from cluster.core.turn import unpack_ids
 from cluster.core.turn_tokens import AnswerTokens, unpack_logprobs
 from cluster.store.client import StoreUnavailable
-from cluster.store.token_records import Deletion, RecordedTurn, TokenRecordStore
+from cluster.store.token_records import Deletion, RecordedPage, RecordedTurn, TokenRecordStore
 
 MOST_LISTED = 1000
 MOST_TURNS = 100
@@ -58,15 +60,13 @@ class TokenRecordRoutes:
         """
         _check(limit, MOST_TURNS)
         try:
-            turns = await self._store.load(tenant, program_id)
+            page = await self._store.page(tenant, program_id, max(0, after), limit)
         except StoreUnavailable as error:
             raise _unavailable() from error
-        if not turns:
+        if page is None:
             raise _unknown(program_id)
-        rest = [turn for turn in turns if turn.number > after]
-        page = [public_turn(program_id, turn) for turn in rest[:limit]]
-        body = {"object": "list", "data": page, "has_more": len(rest) > limit}
-        return JSONResponse({**body, "last_turn": page[-1]["turn"] if page else None})
+        body = await asyncio.to_thread(_encoded, program_id, page)
+        return Response(body, media_type="application/json")
 
     async def delete(self, tenant: str, program_id: str, last_turn: int) -> Response:
         """Delete the record of a program.
@@ -87,6 +87,13 @@ class TokenRecordRoutes:
             message = f"the program {program_id!r} has a turn after turn {last_turn}"
             raise BadRequest(message, status=HTTPStatus.CONFLICT, param="last_turn")
         return JSONResponse({"id": program_id, "object": "program.record.deleted", "deleted": True})
+
+
+def _encoded(program_id: str, page: RecordedPage) -> bytes:
+    """Return a page as JSON. The ids of one turn at a time are objects of Python."""
+    turns = [msgspec.Raw(msgspec.json.encode(public_turn(program_id, turn))) for turn in page.turns]
+    last = page.turns[-1].number if page.turns else None
+    return msgspec.json.encode({"object": "list", "data": turns, "has_more": page.more, "last_turn": last})
 
 
 def public_turn(program_id: str, turn: RecordedTurn) -> dict[str, Any]:

@@ -91,6 +91,12 @@ def added(items: Sequence[InputItem]) -> list[Added]:
     return entries
 
 
+def is_kept(fold: ResponseFold | None) -> bool:
+    """Return whether the items of a response belong to its conversation. None: it is not stored any more."""
+    ended = None if fold is None else fold.state.ended
+    return ended is not None and ended.status in ("completed", "incomplete")
+
+
 @dataclass(frozen=True, slots=True)
 class ConversationEntries:
     """A conversation, with its responses as far as they are still stored."""
@@ -115,8 +121,7 @@ class ConversationEntries:
     def _kept(self, entry: Responded) -> ResponseFold | None:
         """Return a response whose items belong to the conversation."""
         fold = self.responses.get(entry.response)
-        ended = None if fold is None else fold.state.ended
-        return fold if ended is not None and ended.status in ("completed", "incomplete") else None
+        return fold if is_kept(fold) else None
 
     def continuation(self) -> tuple[RunState | None, tuple[InputItem, ...]]:
         """Return the run after which the next response continues, and the items since; None: all items.

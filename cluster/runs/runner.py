@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,8 @@ STORE_FULL = "the store of programs (redis) has no memory for a new one"
 
 PAGE = 256
 """Number of entries that are read from the store at a time."""
+AT_ONCE = 200
+"""Largest number of entries that are handled in one step of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,18 @@ class ProgramRunner:
         return found if begin(found[0]).spec.tenant == tenant else None
 
     async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
-        """Yield a run's events from number ``start`` to its end, as they are stored, whichever runner works on it."""
+        """Yield a run's events from number ``start`` to its end, as they are stored, whichever runner works on it.
+
+        Other tasks of the event loop run after every `AT_ONCE` events.
+        """
+        async with contextlib.aclosing(self._followed(run_id, start)) as batches:
+            async for batch in batches:
+                yield batch[:AT_ONCE]
+                for place in range(AT_ONCE, len(batch), AT_ONCE):
+                    await asyncio.sleep(0)
+                    yield batch[place : place + AT_ONCE]
+
+    async def _followed(self, run_id: str, start: int) -> AsyncGenerator[Sequence[RunEvent], None]:
         task = self._tasks.get(run_id)
         if task is not None:
             try:
@@ -424,13 +437,23 @@ class ProgramRunner:
 
     async def _take_over(self) -> None:
         room = min(TAKEN_AT_ONCE, self._config.programs.max_open - self.open_runs - len(self._starting))
-        for run_id in await self._store.claim(max(0, room), self._working):
-            try:
-                await self._resume(run_id)
-            except (ValueError, IllegalTransition):
-                logger.exception("run %s cannot be read, and ends so", run_id)
-                self.counters["unreadable"] += 1
-                await self._give_up(run_id)
+        left = await self._store.claim(max(0, room), self._working)
+        try:
+            while left:
+                await self._resume_or_end(left[0])
+                left.pop(0)
+        finally:
+            if left:
+                with contextlib.suppress(RunStoreUnavailable):
+                    await self._store.release(left)
+
+    async def _resume_or_end(self, run_id: str) -> None:
+        try:
+            await self._resume(run_id)
+        except (ValueError, IllegalTransition):
+            logger.exception("run %s cannot be read, and ends so", run_id)
+            self.counters["unreadable"] += 1
+            await self._give_up(run_id)
 
     async def _resume(self, run_id: str) -> None:
         events, cancel_asked = await self._read(run_id)

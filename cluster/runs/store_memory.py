@@ -12,6 +12,9 @@ logger = logging.getLogger("ray.serve")
 
 EVICT_SHARE = 0.75
 """Share of Redis's `maxmemory` from which on ended runs are deleted before `programs.retention_s`."""
+STORING_SHARE = 0.6
+"""Share of Redis's `maxmemory` from which on nothing is accepted that clients only store: no file, no batch and no item
+of a conversation. No line of a batch is started. It is below `EVICT_SHARE`, so that these never push ended runs out."""
 FULL_SHARE = 0.9
 """Share of Redis's `maxmemory` from which on no new run is accepted. The rest is for the runs that were accepted."""
 EVICTED_AT_ONCE = 64
@@ -37,6 +40,11 @@ class StoreMemoryWatch:
     def is_full(self) -> bool:
         """Whether no new run should be accepted."""
         return self.memory.share >= FULL_SHARE
+
+    @property
+    def is_full_for_storing(self) -> bool:
+        """Whether nothing should be accepted that clients only store."""
+        return self.memory.share >= STORING_SHARE
 
     async def watch(self) -> NoReturn:
         """Look for ever. What fails is tried again."""

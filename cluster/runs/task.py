@@ -74,6 +74,10 @@ END_S = 5.0
 """Seconds that a run at its time limit has to stop its tools and write its end."""
 
 
+_left_running: "set[asyncio.Task[ToolResult]]" = set()
+"""Calls of runs that other runners have now. The event loop itself holds no references to tasks."""
+
+
 class Replicas(Protocol):
     """The replicas, on which turns run."""
 
@@ -406,10 +410,26 @@ class RunTask:
     async def _result(self, call: ToolCall, *, resumed: bool) -> ToolResult:
         """Run a call, if the tenant may call the tool now: its log may be older than the configuration."""
         if self._may_call(call.tool):
-            return await self._tools.run(call, self._definitions, resumed=resumed)
+            return await self._finished(asyncio.create_task(self._tools.run(call, self._definitions, resumed=resumed)))
         outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED  # REFUSED would mean that nothing was run
         text = f"{outcome}: this tenant may not use the tool {call.name[:MAX_REFUSED_NAME]!r}"
         return ToolResult(call.id, call.name, outcome, text, statistics_name=call.name)
+
+    async def _finished(self, running: "asyncio.Task[ToolResult]") -> ToolResult:
+        """Return the result of a call, which ends with its caller unless another runner has the run.
+
+        The other runner waits for the same call, and may not have asked for it yet. Its deadline bounds it.
+        """
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if self.journal.lost:
+                _left_running.add(running)
+                running.add_done_callback(_left_running.discard)
+            else:
+                running.cancel()
+                await asyncio.wait((running,))
+            raise
 
     def _watch(self, call: Call, *, resumed: bool) -> None:
         task = asyncio.create_task(self._until_late(call, resumed))

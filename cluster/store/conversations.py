@@ -1,6 +1,7 @@
 """Conversations in Redis: a creation time, metadata, and a list of entries that only grows.
 
 Each write is one script. A writer that names the number of entries that it knows writes only if nobody was faster.
+The conversations of a tenant are bounded together, in number and bytes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from cluster.store.client import RedisStore, lua, milliseconds, quoted
 
 MAX_ENTRIES = 8192
 MAX_BYTES = 64 << 20
-"""Largest number and size of a conversation's entries. The size is in bytes."""
+"""Largest number of a conversation's entries, and largest size in bytes of them and the metadata."""
+MAX_CONVERSATIONS = 10_000
+"""Largest number of conversations of a tenant."""
 
 MAX_CONNECTIONS = 8
 """Maximum number of connections. Further calls wait for one."""
@@ -31,6 +34,10 @@ class Written(StrEnum):
     """Somebody else has added entries."""
     FULL = "full"
     """The conversation would have more than `MAX_ENTRIES` or `MAX_BYTES`."""
+    MANY = "many"
+    """The tenant has `MAX_CONVERSATIONS`."""
+    QUOTA = "quota"
+    """The tenant's conversations would have too many bytes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +60,14 @@ class ConversationStore(RedisStore):
         url: ``redis://``, ``rediss://`` or ``unix://``.
         timeout_s: timeout of each call in seconds.
         retention_s: seconds after its last use, after which a conversation is deleted.
+        tenant_bytes: largest size of all conversations of a tenant in bytes.
         clock: measures how long the store was unavailable.
 
     Raises:
         ConfigError: the URL is invalid.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, retention_s: float, clock: Clock) -> None:
+    def __init__(self, url: str, *, timeout_s: float, retention_s: float, tenant_bytes: int, clock: Clock) -> None:
         super().__init__(
             url,
             name="the store of conversations",
@@ -69,12 +77,13 @@ class ConversationStore(RedisStore):
             connections=MAX_CONNECTIONS,
         )
         self._expiry_ms = milliseconds(retention_s)
+        self._tenant_bytes = tenant_bytes
 
     async def create(
         self, tenant: str, name: str, created_s: float, metadata: bytes, entries: Sequence[bytes]
     ) -> Written:
-        """Store a new conversation. The answer is OK or FULL."""
-        return await self._write(tenant, name, "create", MAX_ENTRIES, MAX_BYTES, created_s, metadata, *entries)
+        """Store a new conversation. The answer is OK, FULL, MANY or QUOTA."""
+        return await self._write(tenant, name, "create", created_s, metadata, *entries)
 
     async def load(self, tenant: str, name: str) -> StoredConversation | None:
         """Return a conversation, or None if the tenant has none of this name."""
@@ -93,10 +102,10 @@ class ConversationStore(RedisStore):
             known: the number of entries that the conversation must have before; None: any.
         """
         expected = -1 if known is None else known
-        return await self._write(tenant, name, "append", MAX_ENTRIES, MAX_BYTES, expected, *entries)
+        return await self._write(tenant, name, "append", expected, *entries)
 
     async def describe(self, tenant: str, name: str, metadata: bytes) -> Written:
-        """Replace the metadata. The answer is OK or UNKNOWN."""
+        """Replace the metadata. The answer is OK, UNKNOWN, FULL or QUOTA."""
         return await self._write(tenant, name, "describe", metadata)
 
     async def delete(self, tenant: str, name: str) -> Written:
@@ -108,7 +117,9 @@ class ConversationStore(RedisStore):
         return Written(word.decode())
 
     async def _call(self, tenant: str, name: str, operation: str, *arguments: Any) -> list[bytes]:
-        space = f"caesura:v1:{{conversation:{quoted(tenant)}/{quoted(name)}}}"
-        return await self.run(
-            _SCRIPT, [f"{space}:record", f"{space}:entries"], [operation, self._expiry_ms, *arguments], list[bytes]
-        )
+        # The braces put all conversations of a tenant on one node of a Redis cluster, since they are bounded together.
+        space = f"caesura:v1:{{conversations:{quoted(tenant)}}}"
+        one = quoted(name)
+        keys = [f"{space}:record:{one}", f"{space}:entries:{one}", f"{space}:kept", f"{space}:sizes"]
+        limits = [MAX_ENTRIES, MAX_BYTES, MAX_CONVERSATIONS, self._tenant_bytes]
+        return await self.run(_SCRIPT, keys, [operation, self._expiry_ms, one, *limits, *arguments], list[bytes])

@@ -4,9 +4,11 @@ A prompt is stored without what it has in common with the context after the turn
 program of many turns takes memory in proportion to its last context. Only Redis's clock decides what has expired.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -54,6 +56,15 @@ class RecordedTurn:
     ended_s: float | None = None
     """Unix time in seconds. None: it has not ended, or its end could not be stored."""
     tokens: TurnTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPage:
+    """Recorded turns of a program, in the order of their numbers."""
+
+    turns: tuple[RecordedTurn, ...]
+    more: bool
+    """Whether there are turns after these."""
 
 
 class FullMemory(StrEnum):
@@ -141,20 +152,17 @@ class TokenRecordStore(RedisStore):
         """
         await self._call("drop", [_name(tenant, program), number, key], int)
 
-    async def load(self, tenant: str, program: str) -> list[RecordedTurn]:
-        """Return the recorded turns of a program. The list is empty if there are none."""
+    async def page(self, tenant: str, program: str, after: int, limit: int) -> RecordedPage | None:
+        """Return recorded turns of a program; None: there are none at all.
+
+        Args:
+            tenant: the program's tenant.
+            program: the program.
+            after: number of the last turn of the page before; 0: the first page.
+            limit: the largest number of turns.
+        """
         answer: list[Any] = await self._call("load", [_name(tenant, program)], list[Any])
-        parts = {number: part for number, part in enumerate(answer[1:], 1) if part[0] is not None}
-        prompts = _prompts({number: _Part(*part[1:]) for number, part in parts.items() if part[1] is not None})
-        turns = []
-        for number, (packed, tail, *_) in parts.items():
-            head = msgspec.msgpack.decode(packed, type=TurnHead)
-            if tail is None:
-                turns.append(RecordedTurn(number, head))
-            else:
-                end = msgspec.msgpack.decode(tail, type=_Tail)
-                turns.append(RecordedTurn(number, head, end.ended_s, TurnTokens(prompts[number], end.answers)))
-        return turns
+        return await asyncio.to_thread(_page, answer[1:], after, limit)
 
     async def list(self, tenant: str, limit: int, after: str = "") -> list[tuple[str, int]]:
         """Return programs with recorded turns, each with its bytes, in a fixed order.
@@ -199,20 +207,44 @@ class _Part:
 
     def __init__(self, tail: bytes, base: bytes, shared: bytes, rest: bytes) -> None:
         self.tail, self.base, self.shared, self.rest = tail, int(base), int(shared), rest
+        self.prompt_bytes = self.shared + len(rest)
+
+    @cached_property
+    def end(self) -> _Tail:
+        return msgspec.msgpack.decode(self.tail, type=_Tail)
 
 
-def _prompts(parts: Mapping[int, _Part]) -> dict[int, bytes]:
-    """Return the whole prompts. A turn's base ended before it, but may have begun after it."""
-    prompts: dict[int, bytes] = {}
-    for number in parts:
-        chain = [number]
-        while (base := parts[chain[-1]].base) and base not in prompts:
-            chain.append(base)
-        for turn in reversed(chain):
-            part = parts[turn]
-            context = b""
-            if part.base:
-                output = msgspec.msgpack.decode(parts[part.base].tail, type=_Tail).answers[0].token_ids
-                context = prompts[part.base] + output
-            prompts[turn] = context[: part.shared] + part.rest
-    return prompts
+def _page(answer: Sequence[Any], after: int, limit: int) -> RecordedPage | None:
+    """Return the page of an answer, which has the parts of each turn, or None as the head of a turn that has failed."""
+    found = {number: part for number, part in enumerate(answer, 1) if part[0] is not None}
+    if not found:
+        return None
+    parts = {number: _Part(*part[1:]) for number, part in found.items() if part[1] is not None}
+    rest = [number for number in found if number > after]
+    turns = []
+    for number in rest[:limit]:
+        head = msgspec.msgpack.decode(found[number][0], type=TurnHead)
+        if (part := parts.get(number)) is None:
+            turns.append(RecordedTurn(number, head))
+        else:
+            tokens = TurnTokens(_prompt(number, parts), part.end.answers)
+            turns.append(RecordedTurn(number, head, part.end.ended_s, tokens))
+    return RecordedPage(tuple(turns), more=len(rest) > limit)
+
+
+def _prompt(number: int, parts: Mapping[int, _Part]) -> bytes:
+    """Return the whole prompt of a turn.
+
+    It is collected from its end: of each turn of the chain of bases, what the turn after it shares with its context.
+    """
+    part = parts[number]
+    pieces, left = [part.rest], part.shared
+    while left:
+        part = parts[part.base]
+        if left > part.prompt_bytes:
+            pieces.append(part.end.answers[0].token_ids[: left - part.prompt_bytes])
+            left = part.prompt_bytes
+        if left > part.shared:
+            pieces.append(part.rest[: left - part.shared])
+            left = part.shared
+    return b"".join(reversed(pieces))

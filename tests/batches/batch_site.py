@@ -29,6 +29,7 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError
 from cluster.http.batches import BatchRoutes
 from cluster.http.files import FileRoutes
+from cluster.http.idempotency import keep_digest
 from cluster.store.files import FileStore
 from cluster.store.runs.records import LogKind
 from cluster.store.runs.store import RunStore
@@ -153,7 +154,9 @@ def _application(files: FileRoutes, batches: BatchRoutes) -> Starlette:
 
     async def create(request: Request) -> Response:
         tenant(request)
-        return await batches.create(request, json.loads(await request.body()))
+        body = json.loads(await request.body())
+        keep_digest(request, body)
+        return await batches.create(request, body)
 
     async def all_batches(request: Request) -> Response:
         query = request.query_params

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
 import redis.asyncio
 
+from cluster.batches.runner import LEASE_SHARE, PAGE
 from cluster.core.errors import RunStoreUnavailable
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.runs.records import RunLog
 from tests.batches.batch_site import CHAT, Ingress, begin, ended, ids, lines, names, results, until
 
 MakeIngress = Callable[..., Ingress]
@@ -74,6 +76,66 @@ async def test_an_ingress_whose_renewals_failed_stops_its_lines(
     await until(client, batch.id, lambda _: not first.batches.open_by_tenant())
     await until(client, batch.id, lambda _: not first.batches.in_flight)
     assert (await ended(client, batch.id)).request_counts.completed == 3
+
+
+async def test_leases_are_renewed_while_the_log_of_another_batch_is_read(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, first, second = ingress(), ingress(), ingress()
+    for site in (dead, first, second):
+        site.replicas.free = 0
+    own = await begin(first.client(), lines("own"))
+    orphan = await begin(dead.client(), lines("orphan"))
+    await until(first.client(), own.id, lambda _: first.batches.in_flight == dead.batches.in_flight == 1)
+    reading, go_on, claims = asyncio.Event(), asyncio.Event(), list[list[str]]()
+    read, claim = first.store.read, second.store.claim
+
+    async def slow(batch_id: str, start: int = 0, limit: int | None = None) -> RunLog | None:
+        if batch_id == orphan.id and limit == PAGE:
+            reading.set()
+            await go_on.wait()
+        return await read(batch_id, start, limit)
+
+    async def late(limit: int, working: Collection[str] = ()) -> list[str]:
+        claims.append(await claim(limit, working) if reading.is_set() else [])
+        return claims[-1]
+
+    monkeypatch.setattr(first.store, "read", slow)
+    monkeypatch.setattr(second.store, "claim", late)
+    await dead.die()
+    await reading.wait()
+    claims.clear()
+    await until(first.client(), own.id, lambda _: len(claims) > 4 * LEASE_SHARE)  # some leases would have ended
+    assert [name for names in claims for name in names] == []
+    go_on.set()
+    first.replicas.gate.set()
+    for batch in (own, orphan):
+        assert (await ended(first.client(), batch.id)).request_counts.completed == 1
+    assert (first.replicas.calls, second.replicas.calls) == (Counter(["own", "orphan"]), Counter())
+
+
+async def test_an_ingress_that_cannot_read_a_batch_releases_it(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, first = ingress(), ingress()
+    dead.replicas.free = 0
+    batch = await begin(dead.client(), lines("a"))
+    await until(dead.client(), batch.id, lambda _: dead.batches.in_flight == 1)
+    released = list[str]()
+
+    async def unreachable(*_: object) -> None:
+        raise RunStoreUnavailable("a test", "timeout")
+
+    async def release(batch_ids: Collection[str]) -> None:
+        released.extend(batch_ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.batches, "_log", unreachable)
+        patch.setattr(first.store, "release", release)
+        await dead.die()
+        await until(dead.client(), batch.id, lambda _: bool(released))
+    assert released[0] == batch.id
+    assert (await ended(first.client(), batch.id)).request_counts.completed == 1
 
 
 async def test_a_cancel_reaches_the_ingress_that_works_on_it(ingress: MakeIngress) -> None:

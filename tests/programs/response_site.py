@@ -23,6 +23,7 @@ from cluster.core.identity import identify
 from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolId, ToolOffer, function_object
 from cluster.http.conversations import ConversationRoutes, Conversations
+from cluster.http.idempotency import keep_digest
 from cluster.http.responses import ResponseRoutes
 from cluster.http.runs import Prepare
 from cluster.http.stored_responses import StoredResponses
@@ -83,13 +84,15 @@ def site(
         assert method == "tokenize"
         return json.dumps({"count": len(json.dumps(body))}).encode()
 
-    store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, clock=MonotonicClock())
-    conversations = Conversations(store, StoredResponses(runner))
+    store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, tenant_bytes=1 << 20, clock=MonotonicClock())
+    conversations = Conversations(store, StoredResponses(runner), lambda: runner.memory.is_full_for_storing)
     lineage = LineageIndex() if lineage is None else lineage
     routes = ResponseRoutes(runner, offers or known(), config, as_http_error, conversations, plain, lineage)
 
     async def create(request: Request) -> Response:
-        identified = identify(request.headers, json.loads(await request.body()), TENANT)
+        body = json.loads(await request.body())
+        keep_digest(request, body)
+        identified = identify(request.headers, body, TENANT)
         return await routes.create(request, identified.body, identified.identity, as_sent(identified.body))
 
     async def count(request: Request) -> Response:

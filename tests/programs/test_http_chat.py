@@ -17,6 +17,7 @@ from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
 from cluster.core.identity import identify
 from cluster.core.lineage import LineageIndex
 from cluster.http.chat import ChatPrograms
+from cluster.http.idempotency import keep_digest
 from cluster.runs import task
 from cluster.runs.chat_api import ChatFold, deltas
 from cluster.runs.events import Generated, RunEvent, TurnIntent
@@ -99,7 +100,9 @@ def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
     programs = ChatPrograms(runner, offers or known(registered("add")), CaesuraConfig(), as_http_error, LineageIndex())
 
     async def create(request: Request) -> Response:
-        identified = identify(request.headers, json.loads(await request.body()), TENANT)
+        body = json.loads(await request.body())
+        keep_digest(request, body)
+        identified = identify(request.headers, body, TENANT)
         return await programs.create(request, identified.body, identified.identity, as_sent(identified.body))
 
     return Starlette(routes=[Route(PATH, create, methods=["POST"])])

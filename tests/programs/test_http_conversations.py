@@ -17,6 +17,8 @@ from openai import (
 from cluster.core.errors import BadRequest
 from cluster.http import conversations
 from cluster.responses.input_items import ITEM_TYPES
+from cluster.store import conversations as stored_conversations
+from cluster.store.client import StoreMemory
 from tests.programs.response_site import known, openai, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -178,6 +180,41 @@ async def test_metadata_changes_and_a_conversation_ends(runners: Runners) -> Non
     for ask in (conversations.retrieve, conversations.delete, lambda name: conversations.update(name, metadata={})):
         with pytest.raises(NotFoundError):
             await ask(made.id)
+
+
+async def test_a_full_store_takes_no_items(runners: Runners) -> None:
+    there = Site(runners, (says("still here"),))
+    conversations = there.client.conversations
+    made = await conversations.create(items=[user("one")])
+    there.runner.memory.memory = StoreMemory(60, 100)
+    for ask in (conversations.create(), conversations.items.create(made.id, items=[user("two")])):
+        with pytest.raises(InternalServerError) as refused:
+            await ask
+        assert (refused.value.status_code, refused.value.code) == (503, "store_full")
+        assert refused.value.response.headers["retry-after"]
+    # What is in the store can be used.
+    await there.respond(conversation=made.id)
+    assert there.seen() == [("user", "one")]
+    [first, *_] = await there.items(made.id)
+    await conversations.items.delete(first.id, conversation_id=made.id)
+    there.runner.memory.memory = StoreMemory(50, 100)
+    await conversations.items.create(made.id, items=[user("two")])
+
+
+async def test_the_conversations_of_a_tenant_are_bounded(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Site(runners, ()).client.conversations
+    made = await client.create(items=[user("x" * 600_000)])
+    refusals = []
+    for ask in (client.create(items=[user("x" * 500_000)]), client.items.create(made.id, items=[user("x" * 500_000)])):
+        with pytest.raises(BadRequestError) as refused:
+            await ask
+        refusals.append(refused.value.code)
+    with monkeypatch.context() as patched, pytest.raises(BadRequestError) as refused:
+        patched.setattr(stored_conversations, "MAX_CONVERSATIONS", 1)
+        await client.create()
+    assert [*refusals, refused.value.code] == ["storage_quota_exceeded"] * 2 + ["too_many_conversations"]
+    await client.delete(made.id)
+    await client.create(items=[user("x" * 500_000)])
 
 
 IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}

@@ -75,8 +75,8 @@ def site(runner: ProgramRunner, reader: TurnReader) -> Starlette:
     """As the ingress has it."""
     offers = known(registered("add"))
     chat = ChatPrograms(runner, offers, CONFIG, as_http_error, LineageIndex())
-    store = ConversationStore(NOWHERE, timeout_s=2.0, retention_s=60.0, clock=MonotonicClock())
-    conversations = Conversations(store, StoredResponses(runner))
+    store = ConversationStore(NOWHERE, timeout_s=2.0, retention_s=60.0, tenant_bytes=1 << 20, clock=MonotonicClock())
+    conversations = Conversations(store, StoredResponses(runner), lambda: runner.memory.is_full_for_storing)
 
     async def plain(method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
         raise AssertionError

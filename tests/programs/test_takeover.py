@@ -1,14 +1,16 @@
 """Timelines of a run that goes from one runner to another: what the first one leaves alone, and who ends the run."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from cluster.core.tools import Outcome, ToolResult
+from cluster.core.errors import RunStoreUnavailable
+from cluster.core.tools import Outcome, ToolCall, ToolResult
 from cluster.runs.events import Accepted, LateAnswer, encode
 from cluster.runs.runner import ProgramRunner
-from cluster.store.runs.records import NewRun
+from cluster.store.runs.records import NewRun, RunLog
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 from tests.programs.test_runner import ended, outcome, spec, words
@@ -39,6 +41,60 @@ async def test_a_runner_that_lost_its_run_leaves_the_asynchronous_call_to_the_ne
     await first.aclose()
     assert await late_answers(second, tools, "stalled") == [(Outcome.OK, "here it is")]
     assert tools.cancelled == []
+
+
+async def test_a_runner_that_lost_its_run_leaves_the_running_call_to_the_next_one(runners: Runners) -> None:
+    gate = asyncio.Event()
+
+    async def waits(call: ToolCall) -> str:
+        await gate.wait()
+        return "done"
+
+    tools = ScriptedTools({"wait": waits})
+    first = runners(ScriptedReplicas([says("", ("wait", "{}"))]), tools, max_open=1)
+    await first.start(spec("running"))
+    await until(lambda: tools.ran)
+    second = runners(ScriptedReplicas([says("I see", first_id=200)]), tools)
+    second.attend()  # nobody renews the first one's lease
+    await until(lambda: tools.resumed)
+    first.attend()
+    await until(lambda: first.counters["lost"] and not first.open_runs)
+    await first.aclose()
+    assert tools.cancelled == []
+    gate.set()
+    assert outcome(await ended(second, "running")).status == "completed"
+    assert tools.cancelled == []
+
+
+async def test_a_runner_that_cannot_read_a_run_releases_what_it_has_claimed(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["read", "unread-1", "unread-2"]
+    runners(ScriptedReplicas([]))  # its process has died: only its store is used
+    dead = runners.stores[0]
+    for name in names:
+        await dead.create(NewRun(name, "t", "p"), [encode(Accepted(spec(name)))])
+    await dead.release(names)
+    replicas = ScriptedReplicas([says(name) for name in names])
+    runner = runners(replicas)
+    read, released = runners.stores[1].read, list[str]()
+
+    async def fails(run_id: str, *place: int) -> RunLog | None:
+        if run_id.startswith("unread"):
+            raise RunStoreUnavailable("it does not answer", "timeout")
+        return await read(run_id, *place)
+
+    async def release(run_ids: Collection[str]) -> None:
+        released.extend(run_ids)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runners.stores[1], "read", fails)
+        broken.setattr(runners.stores[1], "release", release)
+        runner.attend()
+        await until(lambda: released and replicas.asked)
+        assert released[:2] == ["unread-1", "unread-2"]
+    for name in names:
+        assert outcome(await ended(runner, name)).status == "completed"
 
 
 async def test_a_runner_that_lost_a_run_that_is_not_stored_leaves_it_in_the_store(

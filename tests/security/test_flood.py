@@ -24,6 +24,7 @@ from cluster.dispatch.predictions import predictions
 from cluster.dispatch.quarantine import Quarantine
 from cluster.dispatch.replica_client import ReplicaClient
 from cluster.http.body import MAX_ITEMS, MAX_KEYS
+from cluster.http.idempotency import read_idempotency
 from cluster.http.ingress import ProgramIngress
 from cluster.http.requests import TurnReader
 from cluster.observing.slo_tracker import SloTracker
@@ -90,6 +91,7 @@ RESPONSES: dict[str, bytes] = {
         }
     ),
     "include": encoded({"input": "x", "include": ["x"] * (MAX_ITEMS - 9)}),
+    "numbers": encoded({"input": "x", "other": [1.5] * (MAX_ITEMS - 9)}),
 }
 
 
@@ -171,11 +173,14 @@ async def sent(part: ProgramIngress, body: bytes, path: str) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}
+    headers = [(b"content-type", b"application/json"), (b"idempotency-key", b"once")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     request = Request(scope, receive)
     try:
         if path == "/v1/responses":
             read, identity = await part._reader.identified(request)
+            await asyncio.sleep(0)
+            assert read_idempotency(request, "responses") is not None
             await asyncio.sleep(0)
             read_request(read)
             await asyncio.sleep(0)

@@ -14,11 +14,14 @@ from cluster.store.conversations import ConversationStore, StoredConversation, W
 from tests.store.outages import kill
 
 PATIENT_S = 60.0
+TENANT_BYTES = 1000
 
 
 @pytest.fixture
 async def store(server: EmbeddedRedis) -> AsyncIterator[ConversationStore]:
-    made = ConversationStore(server.url, timeout_s=PATIENT_S, retention_s=60.0, clock=ManualClock())
+    made = ConversationStore(
+        server.url, timeout_s=PATIENT_S, retention_s=60.0, tenant_bytes=TENANT_BYTES, clock=ManualClock()
+    )
     yield made
     await made.close()
 
@@ -58,11 +61,55 @@ async def test_a_conversation_has_bounds(store: ConversationStore, monkeypatch: 
     assert await store.load("a", "d") is None
 
 
+async def test_the_conversations_of_a_tenant_have_bytes_together(store: ConversationStore) -> None:
+    assert await store.create("a", "one", 0.0, b"m" * 100, [b"x" * 400]) is Written.OK
+    assert await store.create("a", "two", 0.0, b"", [b"x" * 501]) is Written.QUOTA
+    assert await store.create("a", "two", 0.0, b"", [b"x" * 400]) is Written.OK
+    assert await store.append("a", "one", [b"x" * 101]) is Written.QUOTA
+    assert await store.describe("a", "two", b"m" * 101) is Written.QUOTA
+    assert await store.append("b", "one", [b"x" * 101]) is Written.UNKNOWN
+    assert await store.create("b", "one", 0.0, b"", [b"x" * 1000]) is Written.OK
+    # What becomes free can be used: metadata, and conversations that are deleted.
+    assert await store.describe("a", "one", b"") is Written.OK
+    assert await store.append("a", "one", [b"x" * 200]) is Written.OK
+    assert await store.append("a", "two", [b"x"]) is Written.QUOTA
+    await store.delete("a", "one")
+    assert await store.append("a", "two", [b"x" * 600]) is Written.OK
+
+
+async def test_the_conversations_of_a_tenant_are_bounded_in_number(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
+    answers = [await store.create("a", f"c{number}", 0.0, b"", []) for number in range(3)]
+    assert answers == [Written.OK, Written.OK, Written.MANY]
+    assert await store.load("a", "c2") is None
+    assert await store.create("b", "c", 0.0, b"", []) is Written.OK
+    await store.delete("a", "c0")
+    assert await store.create("a", "c2", 0.0, b"", []) is Written.OK
+
+
+async def test_expired_conversations_do_not_count(
+    store: ConversationStore, direct: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
+    await store.create("a", "stays", 0.0, b"", [b"x" * 100])
+    await store.create("a", "goes", 0.0, b"", [b"x" * 900])
+    space = "caesura:v1:{conversations:a}:"
+    assert await direct.zscore(f"{space}kept", "goes") is not None
+    # What Redis does when their time is over.
+    await direct.zadd(f"{space}kept", {"goes": 1.0})
+    await direct.delete(f"{space}record:goes", f"{space}entries:goes")
+    assert await store.create("a", "next", 0.0, b"", [b"x" * 900]) is Written.OK
+    assert await store.append("a", "stays", [b"x"]) is Written.QUOTA
+    assert await direct.hgetall(f"{space}sizes") == {b"stays": b"100", b"next": b"900", b"/": b"1000"}
+
+
 async def test_each_use_postpones_the_expiry(store: ConversationStore, direct: redis.asyncio.Redis) -> None:
     await store.create("a", "c", 0.0, b"", [b"1"])
     for use in (lambda: store.load("a", "c"), lambda: store.append("a", "c", [b"2"])):
         keys = await direct.keys("*conversation*")
-        assert len(keys) == 2
+        assert len(keys) == 4
         for key in keys:
             await direct.pexpire(key, 5_000)
         await use()
