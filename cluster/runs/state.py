@@ -264,10 +264,10 @@ def _turn_done(state: RunState, event: TurnResult) -> RunState:
 
 def _truncated(state: RunState, event: Truncated) -> RunState:
     """Return the state without the oldest messages. The attempt does not count, because nothing was generated."""
-    messages = without_oldest(state.messages, event.groups)
-    left_out = len(state.messages) - len(messages)
-    # Answers that no turn has read are in the last groups, which stay, or in some before them.
-    unread = tuple(place - left_out for place in state.unread if place >= left_out)
+    stay = without_oldest(state.messages, event.groups)
+    messages = tuple(state.messages[place] for place in stay)
+    new_places = {place: new for new, place in enumerate(stay)}
+    unread = tuple(new_places[place] for place in state.unread if place in new_places)
     attempt = max(0, state.attempt - 1)
     return replace(state, messages=messages, unread=unread, token_ids=b"", covered=0, attempt=attempt)
 
@@ -372,7 +372,8 @@ def next_step(state: RunState) -> Next | None:
     if state.waiting:
         # The caller has to act: it runs a tool, or approves one.
         return AwaitLate() if state.late else Finish("completed")
-    if last is not None and not last.calls and not state.undelivered:
+    # A late answer is unread if the turn that brings it did not fit and is tried again.
+    if last is not None and not last.calls and not state.undelivered and not state.unread:
         return AwaitLate() if state.late else Finish("completed")
     return _further(state, _must_summarise(state))
 

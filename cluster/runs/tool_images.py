@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cluster.api.image_bounds import MAX_IMAGES
-from cluster.core.tools import IN_NEXT_MESSAGE, ToolResult
+from cluster.core.tools import IN_NEXT_MESSAGE, ToolResult, is_late_message
 
 MAX_CHARS = 16 << 20
 """Largest number of characters of a run's images as URLs."""
@@ -48,7 +48,8 @@ def of_tools(messages: Sequence[dict[str, Any]]) -> frozenset[int]:
     for place, message in enumerate(messages):
         content = message.get("content")
         if place and message.get("role") == "user" and isinstance(content, list) and content:
-            before = messages[place - 1].get("role") == "tool" or place - 1 in places
+            earlier = messages[place - 1]
+            before = earlier.get("role") == "tool" or is_late_message(earlier) or place - 1 in places
             if before and all(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
                 places.add(place)
     return frozenset(places)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolResult
+from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolResult, late_message
 from cluster.runs import tool_images
 from cluster.runs.compaction import kept
 from cluster.runs.events import LateAnswer, ToolAnswer, ToolIntent, TurnIntent
@@ -57,5 +57,7 @@ def test_images_are_dropped_with_the_answers_that_had_them() -> None:
     messages = [asked, call_, {**tool, "content": "x"}, shown(RED), call_, {**tool, "content": "y"}, shown(BLUE)]
     assert droppable(messages) == [(1, 2, 3)], "the user's question stays"
     assert kept(messages) == (asked,)
+    late = [asked, call_, {**tool, "content": "x"}, call_, late_message("shot", "y"), shown(RED)]
+    assert kept(late) == (asked,), "what a tool has said late is replaced as any other answer"
     own = [asked, {"role": "assistant", "content": "ok"}, shown(RED)]
     assert kept(own) == (asked, shown(RED)), "an image that the user has sent alone"
