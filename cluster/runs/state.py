@@ -458,11 +458,11 @@ def _call(state: RunState, calls: tuple[Call, ...]) -> Next:
     if sent:
         return CallTools(sent, resumed=True)
     room = max(0, state.spec.limits.tool_calls - state.tool_calls)
-    room += sum(call.place in state.early for call in calls)  # these count already
     refused = [_refusal(call, _unknown(state, call)) for call in calls if _unknown(state, call)]
     known = [call for call in calls if not _unknown(state, call)]
     limit = f"a run may call {state.spec.limits.tool_calls} tools, and has"
-    refused += [_refusal(call, limit) for call in known[room:]]
+    # Calls that were started early count already.
+    refused += [_refusal(call, limit) for call in [call for call in known if call.place not in state.early][room:]]
     return Refuse(tuple(refused)) if refused else CallTools(tuple(known), resumed=False)
 
 
