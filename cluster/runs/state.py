@@ -37,6 +37,7 @@ from cluster.runs.events import (
     TurnIntent,
     TurnResult,
 )
+from cluster.runs.tool_images import urls_of_tools
 from cluster.runs.truncation import without_oldest
 
 NO_TOOL = "none"
@@ -93,8 +94,10 @@ class RunState:
 
     @property
     def images(self) -> Iterator[str]:
-        """The images of tools' answers so far."""
-        return (image for answer in self.answers.values() for image in answer.images)
+        """The images of tools' answers so far, those in the conversation before the run included, as URLs."""
+        yield from urls_of_tools(self.spec.messages)
+        for answer in self.answers.values():
+            yield from answer.images
 
     @property
     def waiting(self) -> tuple[Call, ...]:
