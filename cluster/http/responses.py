@@ -19,7 +19,7 @@ from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.openai import CONNECTION, ErrorMap
+from cluster.api.openai import BATCH_LINE, CONNECTION, ErrorMap
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError, RunOpen
@@ -103,7 +103,8 @@ class ResponseRoutes:
             arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
-            HttpError: the request is invalid, or the response failed before any token was generated.
+            HttpError: the request is invalid, or the response failed before any token was generated. For a line of a
+                batch: or it failed later, or was cancelled.
         """
         idempotency = read_idempotency(http, "responses", body)
         shown: Mapping[str, str] = {}
@@ -128,9 +129,7 @@ class ResponseRoutes:
             if isinstance(gone, ClientGone):
                 return Response(status_code=NO_BODY_STATUS)
             raise
-        ended = reader.state.ended
-        if ended is not None and ended.status == "failed" and not reader.state.turns:
-            raise as_error(ended.fault)
+        _require_answer(reader.state, of_batch=BATCH_LINE in http.scope)
         return _whole(reader.response, shown)
 
     async def _start(
@@ -317,6 +316,21 @@ class ResponseRoutes:
                     type="error", message=broken.message, code=broken.code, param=broken.param, sequence_number=number
                 )
             )
+
+
+def _require_answer(state: RunState, *, of_batch: bool) -> None:
+    """Check that a run that has ended is an answer with the status 200.
+
+    A client sees how far a failed response came. A line of a batch is tried again, or is in the error file.
+
+    Raises:
+        HttpError: it is none.
+    """
+    status = None if state.ended is None else state.ended.status
+    if status == "failed" and (of_batch or not state.turns):
+        raise as_error(state.ended and state.ended.fault)
+    if status == "cancelled" and of_batch:
+        raise HttpError("the response was cancelled", code="cancelled")
 
 
 def _whole(model: Any, headers: Mapping[str, str] | None = None) -> Response:
