@@ -119,7 +119,7 @@ class Conversations:
             _require(await self._store.delete(tenant, name), name)
 
     async def add_response(self, run: RunRequest) -> None:
-        """Add a response that was just started.
+        """Add a response that is about to begin.
 
         Raises:
             BadRequest: another one was added since the request was read (409).

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -158,23 +159,16 @@ class ResponseRoutes:
                 if own is not None:
                     own.ended(state)
 
-            secrets = run.brought.secrets or None
             started = await self._runner.start(
-                run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s, on_end=run_ended
+                run.spec,
+                idempotency=idempotency,
+                secret=run.brought.secrets or None,
+                arrived_s=arrived_s,
+                on_end=run_ended,
+                admit=None if run.conversation is None else partial(self._conversations.add_response, run),
             )
             turn.is_run = started.new
-        if not started.new:
-            return started.run_id, {}
-        if run.conversation is not None:
-            await self._add_to_conversation(run)
-        return started.run_id, program_headers(run.spec.program)
-
-    async def _add_to_conversation(self, run: RunRequest) -> None:
-        try:
-            await self._conversations.add_response(run)
-        except BaseException:
-            self._abandon(run.spec.id)
-            raise
+        return started.run_id, program_headers(run.spec.program) if started.new else {}
 
     async def count_tokens(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
         """Return the number of tokens of the first turn's prompt, with the model's chat template and the tools.
@@ -326,10 +320,11 @@ def _require_answer(state: RunState, *, of_batch: bool) -> None:
     Raises:
         HttpError: it is none.
     """
-    status = None if state.ended is None else state.ended.status
-    if status == "failed" and (of_batch or not state.turns):
-        raise as_error(state.ended and state.ended.fault)
-    if status == "cancelled" and of_batch:
+    if (ended := state.ended) is None:
+        return
+    if ended.status == "failed" and (of_batch or not state.turns):
+        raise as_error(ended.fault)
+    if ended.status == "cancelled" and of_batch:
         raise HttpError("the response was cancelled", code="cancelled")
 
 

@@ -14,9 +14,11 @@ from openai import (
     UnprocessableEntityError,
 )
 
-from cluster.core.errors import BadRequest
+from cluster.core.errors import BadRequest, Overloaded
 from cluster.http import conversations
-from cluster.responses.input_items import ITEM_TYPES
+from cluster.responses.conversation_entries import added
+from cluster.responses.input_items import ITEM_TYPES, Message
+from cluster.responses.spec import RunRequest
 from tests.programs.response_site import known, openai, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -157,6 +159,34 @@ async def test_of_responses_that_begin_together_one_stays(runners: Runners) -> N
     assert all(isinstance(one, ConflictError) for one in answers if isinstance(one, Exception))
     items = await there.items(made.id)
     assert len(items) == 2 * len(kept)
+
+
+@pytest.mark.parametrize("failure", ["another response came first", "the store did not answer"])
+async def test_a_response_that_is_not_added_is_tried_anew(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    there = Site(runners, (says("fine"),))
+    made = await there.client.conversations.create()
+    add = conversations.Conversations.add_response
+
+    async def fails(self: conversations.Conversations, run: RunRequest) -> None:
+        if failure == "the store did not answer":
+            raise Overloaded("the store does not answer")
+        await self.append(run.spec.tenant, made.id, added([Message(role="user", content="meanwhile")]))
+        await add(self, run)
+
+    again: Any = {"conversation": made.id, "input": "one", "extra_headers": {"Idempotency-Key": failure}}
+    monkeypatch.setattr(conversations.Conversations, "add_response", fails)
+    with pytest.raises(APIStatusError) as caught:
+        await there.respond(**again)
+    assert caught.value.status_code in (409, 503)
+    assert not there.replicas.asked, "no turn is asked for a response that is in no conversation"
+    assert await there.runner.runs("default", program=made.id) == []
+    monkeypatch.setattr(conversations.Conversations, "add_response", add)
+    answer = await there.respond(**again)
+    assert (answer.status, answer.output_text) == ("completed", "fine")
+    assert answer.id == (await there.respond(**again)).id
+    assert [item.content[0].text for item in await there.items(made.id)][-2:] == ["one", "fine"]
 
 
 async def test_a_failed_response_adds_nothing(runners: Runners) -> None:
