@@ -287,15 +287,28 @@ class ProgramRunner:
             Overloaded: the store cannot be reached.
         """
         task = self._tasks.get(run_id)
-        if task is not None and not task.journal.lost:
-            return list(task.journal.safe) if task.state.spec.tenant == tenant else None
         try:
+            if task is not None and await self._is_current(run_id, task):
+                return list(task.journal.safe) if task.state.spec.tenant == tenant else None
             found, _ = await self._read(run_id)
         except RunStoreUnavailable as error:
             raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
         if not found:
             return None
         return found if begin(found[0]).spec.tenant == tenant else None
+
+    async def _is_current(self, run_id: str, task: RunTask) -> bool:
+        """Return whether the events of a run in memory are those of the run. Another process may have deleted it.
+
+        Raises:
+            RunStoreUnavailable: the store cannot be reached.
+        """
+        if task.journal.lost:
+            return False
+        # A run that is not stored is not in the store after its end, and nobody can delete it.
+        if run_id in self._working or not task.state.spec.store:
+            return True
+        return await self._store.read(run_id, limit=0) is not None
 
     async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
         """Yield a run's events from number ``start`` to its end, as they are stored, whichever runner works on it."""
