@@ -204,6 +204,8 @@ class ResponseRoutes:
         request = self._requests.read(body)
         with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
             run = await self._requests.run(request, turn.identity, run_id=turn.run_id)
+            if run.spec.approved:
+                raise BadRequest("input: an approved call runs only in a response, not in a compaction", param="input")
             alone = Compaction(threshold=0, alone=True)
             spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False, generate=True)
             started = await self._runner.start(spec, arrived_s=arrived_s, on_end=turn.run_ended)
