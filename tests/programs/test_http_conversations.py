@@ -88,6 +88,18 @@ async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:
     assert there.replicas.prior[-1] == []
 
 
+async def test_an_item_that_is_added_again_after_its_deletion_is_there(runners: Runners) -> None:
+    there = Site(runners, (says("a bird"),))
+    first, other = ({**user(text), "id": name} for text, name in (("what is there?", "msg_1"), ("and there?", "msg_2")))
+    made = await there.client.conversations.create(items=[first, other])
+    await there.client.conversations.items.delete("msg_1", conversation_id=made.id)
+    again: Any = {**first, "content": "what is it?"}
+    await there.client.conversations.items.create(made.id, items=[again])
+    assert [item.id for item in await there.items(made.id)] == ["msg_2", "msg_1"]
+    await there.respond(conversation=made.id)
+    assert there.seen() == [("user", "and there?"), ("user", "what is it?")]
+
+
 async def test_a_call_of_a_tool_that_the_model_invented_stays_after_a_deletion(runners: Runners) -> None:
     there = Site(runners, (says("", ("repo.search", "{}")), says("well", first_id=200)))
     made = await there.client.conversations.create(items=[user("my password is x")])
