@@ -4,18 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import (
-    APIStatusError,
-    AsyncOpenAI,
-    BadRequestError,
-    InternalServerError,
-    NotFoundError,
-    UnprocessableEntityError,
-)
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, UnprocessableEntityError
 from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
 
-from cluster.api.openai import BATCH_LINE
 from cluster.core.errors import BadRequest
 from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolCall, ToolId
@@ -44,15 +35,6 @@ def waits(*said: str) -> list[Any]:
     """A turn that says something and does not end, and the event that would end it."""
     deltas = [TurnDelta(pack_ids([1]), text) for text in said]
     return [TurnBegan(PromptMode.FIRST, pack_ids([1])), *deltas, asyncio.Event()]
-
-
-def of_batch(app: Starlette) -> Any:
-    """The routes for the lines of batches."""
-
-    async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, BATCH_LINE: True}, receive, send)
-
-    return called
 
 
 class Site:
@@ -494,21 +476,6 @@ async def test_a_request_that_the_first_turn_refuses_is_refused(served: Any) -> 
     with pytest.raises(BadRequestError) as caught:
         await there.client.responses.create(model="m", input="hi")
     assert (caught.value.param, caught.value.status_code) == ("input", 400)
-
-
-async def test_a_failed_response_of_a_batch_is_no_answer(served: Any) -> None:
-    turns = says("", ("add", "{}")), [BadRequest("too long", code="context_length_exceeded")]
-    tools: Any = {"tools": {"add": lambda call: "2"}}
-    made = await served(*turns, **tools).client.responses.create(model="m", input="Hi", tools=[ADD])
-    assert (made.status, len(made.output)) == ("failed", 1), "a client sees how far it came"
-    with pytest.raises(BadRequestError, match="too long"):
-        await openai(of_batch(served(*turns, **tools).app)).responses.create(model="m", input="Hi", tools=[ADD])
-    there = served(waits("Hello"))
-    asking = asyncio.create_task(openai(of_batch(there.app)).responses.create(model="m", input="Hi"))
-    await until(lambda: there.replicas.asked)
-    await there.runner.cancel(await there.run_id())
-    with pytest.raises(InternalServerError, match="cancelled"):
-        await asking
 
 
 async def test_the_same_in_a_stream_is_its_last_event(served: Any) -> None:

@@ -216,21 +216,6 @@ async def test_another_process_reads_the_same_log(runners: Runners) -> None:
     assert list(await other.load("r2", "t") or []) == events
 
 
-async def test_a_run_that_another_process_deleted_is_gone(runners: Runners) -> None:
-    one, other = runners(ScriptedReplicas([says("hello"), says("unkept")])), runners(ScriptedReplicas([]))
-    await one.start(spec("gone"))
-    assert len(await ended(one, "gone")) == len(await one.load("gone", "t") or ())
-    await until(lambda: not one.open_runs)
-    assert await other.delete("gone")
-    assert await one.load("gone", "t") is None
-    # One that is not stored is read for as long as before, because nobody can delete it.
-    forgotten: list[Any] = []
-    await one.start(spec("unkept", store=False), on_end=forgotten.append)
-    await until(lambda: forgotten)
-    assert await other.load("unkept", "t") is None
-    assert await one.load("unkept", "t")
-
-
 async def test_calls_of_one_turn_overlap(runners: Runners) -> None:
     both = asyncio.Barrier(2)
 
