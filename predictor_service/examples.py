@@ -78,11 +78,13 @@ Texts = Mapping[tuple[str, int], TurnText]
 
 
 def read_programs(traces: Sequence[Path], texts: Sequence[Path] = ()) -> list[ProgramExample]:
-    """Read all programs of ``traces`` in the order of the files, with the texts of their turns from ``texts``.
+    """Read the complete programs of ``traces`` in the order of the files, with the texts of their turns from ``texts``.
+
+    Of the others it is not known what was left of them after each turn.
 
     Raises:
-        TraceError: a file cannot be read, a line cannot be used, a program occurs twice, or a file of texts contains
-            none of these programs; the message names the file, the line and the key.
+        TraceError: a file cannot be read, a line cannot be used, a program occurs twice, no program is complete, or a
+            file of texts contains none of these programs; the message names the file, the line and the key.
     """
     rows: dict[str, tuple[Path, str, RecordedProgram]] = {}
     for path in traces:
@@ -91,8 +93,9 @@ def read_programs(traces: Sequence[Path], texts: Sequence[Path] = ()) -> list[Pr
                 raise TraceError(f"{where}: program_id: {row.program_id!r} is in {rows[row.program_id][1]} too")
             check_lengths(row, where)
             rows[row.program_id] = (path, where, row)
+    rows = {name: found for name, found in rows.items() if found[2].incomplete is None}
     if not rows:
-        raise TraceError(f"{', '.join(map(str, traces)) or 'no files'}: no programs in it")
+        raise TraceError(f"{', '.join(map(str, traces)) or 'no files'}: no complete programs in it")
     known = {(name, turn) for name, (_, _, row) in rows.items() for turn in range(len(row.turns))}
     turn_texts: dict[tuple[str, int], TurnText] = {}
     for path in texts:

@@ -3,9 +3,10 @@
 A line has ``program_id`` and ``turns``. Each turn has ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
 ``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional keys are
 ``category``, ``source``, ``split_group``, ``shared_prefix {group, tokens}``, ``arrival_s`` (seconds from the
-beginning of the trace), ``parent_program_id`` with ``parent_turn`` (the program runs in the pause after this turn of
-its parent, counted from 0), and for each turn ``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the
-command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
+beginning of the trace), ``incomplete`` (1: the program did not end by itself), ``parent_program_id`` with
+``parent_turn`` (the program runs in the pause after this turn of its parent, counted from 0), and for each turn
+``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the command that the tool ran). Other keys are
+ignored. Unless turn i+1 has ``reset``,
 ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
 """
 
@@ -75,6 +76,8 @@ class RecordedProgram(_Strict):
     category: str | None = None
     shared_prefix: SharedPrefix | None = None
     arrival_s: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S, allow_inf_nan=False)] | None = None
+    incomplete: Literal[1] | None = None
+    """1: the program failed, was cancelled or reached a limit, so that its last turn need not be its end."""
     parent_program_id: Annotated[str, Field(min_length=1)] | None = None
     parent_turn: Annotated[int, Field(ge=0)] | None = None
     """Index of the parent's turn in whose pause the program runs. None: not recorded."""

@@ -275,9 +275,20 @@ def sent_back(text: str) -> str:
     return text.replace(IN_NEXT_MESSAGE, NOT_SENT_BACK)
 
 
+_LATE_HEAD, _LATE_TAIL = "[The call of ", " that was started earlier has ended]"
+
+
 def late_message(name: str, text: str) -> dict[str, Any]:
     """Return the message with the second answer of a call, whose first answer was that its tool had started."""
-    return {"role": "user", "content": f"[The call of {name} that was started earlier has ended]\n{text}"}
+    return {"role": "user", "content": f"{_LATE_HEAD}{name}{_LATE_TAIL}\n{text}"}
+
+
+def is_late_message(message: Mapping[str, Any]) -> bool:
+    """Return whether a chat message is a result of `late_message`."""
+    content = message.get("content")
+    if message.get("role") != "user" or not isinstance(content, str):
+        return False
+    return content.startswith(_LATE_HEAD) and content.partition("\n")[0].endswith(_LATE_TAIL)
 
 
 def statistics_name(tool: str, argument: object) -> str:

@@ -168,7 +168,7 @@ class Conversations:
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S, code="store_full")
 
     async def add_response(self, run: RunRequest) -> None:
-        """Add a response that was just started.
+        """Add a response that is about to begin.
 
         Raises:
             BadRequest: another one was added since the request was read (409).

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.openai import CONNECTION, ErrorMap
+from cluster.api.openai import BATCH_LINE, CONNECTION, ErrorMap
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError, RunOpen
@@ -104,7 +105,8 @@ class ResponseRoutes:
             arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
-            HttpError: the request is invalid, or the response failed before any token was generated.
+            HttpError: the request is invalid, or the response failed before any token was generated. For a line of a
+                batch: or it failed later, or was cancelled.
         """
         idempotency = read_idempotency(http, "responses")
         shown: Mapping[str, str] = {}
@@ -129,9 +131,7 @@ class ResponseRoutes:
             if isinstance(gone, ClientGone):
                 return Response(status_code=NO_BODY_STATUS)
             raise
-        ended = reader.state.ended
-        if ended is not None and ended.status == "failed" and not reader.state.turns:
-            raise as_error(ended.fault)
+        _require_answer(reader.state, of_batch=BATCH_LINE in http.scope)
         return _whole(reader.response, shown)
 
     async def _start(
@@ -160,23 +160,16 @@ class ResponseRoutes:
                 if own is not None:
                     own.ended(state)
 
-            secrets = run.brought.secrets or None
             started = await self._runner.start(
-                run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s, on_end=run_ended
+                run.spec,
+                idempotency=idempotency,
+                secret=run.brought.secrets or None,
+                arrived_s=arrived_s,
+                on_end=run_ended,
+                admit=None if run.conversation is None else partial(self._conversations.add_response, run),
             )
             turn.is_run = started.new
-        if not started.new:
-            return started.run_id, {}
-        if run.conversation is not None:
-            await self._add_to_conversation(run)
-        return started.run_id, program_headers(run.spec.program)
-
-    async def _add_to_conversation(self, run: RunRequest) -> None:
-        try:
-            await self._conversations.add_response(run)
-        except BaseException:
-            self._abandon(run.spec.id)
-            raise
+        return started.run_id, program_headers(run.spec.program) if started.new else {}
 
     async def count_tokens(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
         """Return the number of tokens of the first turn's prompt, with the model's chat template and the tools.
@@ -212,6 +205,8 @@ class ResponseRoutes:
         request = self._requests.read(body)
         with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
             run = await self._requests.run(request, turn.identity, run_id=turn.run_id)
+            if run.spec.approved:
+                raise BadRequest("input: an approved call runs only in a response, not in a compaction", param="input")
             alone = Compaction(threshold=0, alone=True)
             spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False, generate=True)
             started = await self._runner.start(spec, arrived_s=arrived_s, on_end=turn.run_ended)
@@ -318,6 +313,22 @@ class ResponseRoutes:
                     type="error", message=broken.message, code=broken.code, param=broken.param, sequence_number=number
                 )
             )
+
+
+def _require_answer(state: RunState, *, of_batch: bool) -> None:
+    """Check that a run that has ended is an answer with the status 200.
+
+    A client sees how far a failed response came. A line of a batch is tried again, or is in the error file.
+
+    Raises:
+        HttpError: it is none.
+    """
+    if (ended := state.ended) is None:
+        return
+    if ended.status == "failed" and (of_batch or not state.turns):
+        raise as_error(ended.fault)
+    if ended.status == "cancelled" and of_batch:
+        raise HttpError("the response was cancelled", code="cancelled")
 
 
 def _whole(model: Any, headers: Mapping[str, str] | None = None) -> Response:

@@ -108,8 +108,13 @@ class ConversationEntries:
     @property
     def items(self) -> list[dict[str, Any]]:
         """All items, the oldest first, as they are shown."""
-        gone = {entry.id for entry in self.entries if isinstance(entry, Deleted)}
-        return [item for entry in self.entries for item in self._of(entry) if item["id"] not in gone]
+        newest_first: list[dict[str, Any]] = []
+        gone: set[str] = set()
+        for entry in reversed(self.entries):  # a deletion concerns the entries before it
+            if isinstance(entry, Deleted):
+                gone.add(entry.id)
+            newest_first += [item for item in reversed(list(self._of(entry))) if item["id"] not in gone]
+        return newest_first[::-1]
 
     def _of(self, entry: Entry) -> Iterator[dict[str, Any]]:
         if isinstance(entry, Added):

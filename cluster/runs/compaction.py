@@ -1,11 +1,13 @@
 """Replaces the middle of a conversation with a summary, which a turn of the same program writes.
 
-The messages of the system and of the user stay as they are. What the model and the tools said between them is replaced.
+The messages of the system and of the user stay as they are. What the model and the tools said between them is replaced,
+late answers of asynchronous tools included.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.core.tools import is_late_message
 from cluster.runs.tool_images import of_tools
 
 MAX_SUMMARY_TOKENS = 2048
@@ -36,14 +38,23 @@ def is_summary(message: ChatMessage) -> bool:
     return message["role"] == "user" and isinstance(content, str) and content.startswith(HEAD)
 
 
+def of_user(messages: Sequence[ChatMessage]) -> frozenset[int]:
+    """Return the places of the user's own messages: no summary, no late answer, and no images of answers."""
+    images = of_tools(messages)
+    return frozenset(
+        place
+        for place, message in enumerate(messages)
+        if message["role"] == "user"
+        and place not in images
+        and not is_summary(message)
+        and not is_late_message(message)
+    )
+
+
 def kept(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Return the messages that a summary does not replace. An earlier summary is replaced."""
-    images = of_tools(messages)
-    return tuple(
-        message
-        for place, message in enumerate(messages)
-        if message["role"] in ("system", "user") and place not in images and not is_summary(message)
-    )
+    users = of_user(messages)
+    return tuple(message for place, message in enumerate(messages) if message["role"] == "system" or place in users)
 
 
 def compacted(messages: Sequence[ChatMessage], summary: str) -> tuple[ChatMessage, ...]:

@@ -12,7 +12,17 @@ from cluster.core.program import CLASS_MARK
 from cluster.core.tools import Outcome
 from cluster.core.turn import unpack_ids
 from cluster.durations.tool_names import classed
-from cluster.runs.events import Accepted, Call, LateAnswer, RunEvent, RunSpec, ToolAnswer, TurnResult, decode
+from cluster.runs.events import (
+    Accepted,
+    Call,
+    Ended,
+    LateAnswer,
+    RunEvent,
+    RunSpec,
+    ToolAnswer,
+    TurnResult,
+    decode,
+)
 from cluster.runs.state import RunState, fold
 from cluster.store.runs.store import RunStore
 
@@ -108,10 +118,14 @@ class RunTrace:
 
 
 def run_trace(events: Iterable[RunEvent], source: str) -> RunTrace | None:
-    """Return the trace of one run's log so far, or None if it generated nothing."""
+    """Return the trace of one run's log so far, or None if it generated nothing.
+
+    The program of a run that has not completed is marked as incomplete.
+    """
     spec: RunSpec | None = None
     turns: list[TurnResult] = []
     answers: dict[tuple[int, int], ToolAnswer] = {}
+    completed = False
     for event in events:
         if isinstance(event, Accepted):
             spec = event.spec
@@ -120,6 +134,8 @@ def run_trace(events: Iterable[RunEvent], source: str) -> RunTrace | None:
         elif isinstance(event, ToolAnswer | LateAnswer):
             answer = event.answer if isinstance(event, LateAnswer) else event
             answers[answer.place] = answer
+        elif isinstance(event, Ended):
+            completed = event.status == "completed"
     if spec is None or not turns:
         return None
     name = f"{spec.tenant}/{spec.program}/{spec.id}"
@@ -130,6 +146,7 @@ def run_trace(events: Iterable[RunEvent], source: str) -> RunTrace | None:
         "model": spec.model,
         "token_source": "provider_usage",
         "duration_kind": "tool_wall",
+        **({} if completed else {"incomplete": 1}),
         "turns": _turn_rows(turns, answers),
     }
     return RunTrace(program, tuple(_text_rows(name, spec, turns, answers)))

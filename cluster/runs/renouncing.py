@@ -9,12 +9,12 @@ RENOUNCE_S = 0.2
 """Seconds between two attempts."""
 
 
-async def until_renounced(store: RunStore, run_id: str) -> None:
-    """Undo the creation of a run as soon as the store answers."""
+async def until_renounced(store: RunStore, run_id: str, *, although_repeated: bool = False) -> None:
+    """Undo the creation of a run as soon as the store answers. The arguments are those of `RunStore.renounce`."""
     while True:
         await asyncio.sleep(RENOUNCE_S)
         try:
-            await store.renounce(run_id)
+            await store.renounce(run_id, although_repeated=although_repeated)
             return
         except RunStoreUnavailable:
             continue

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from cluster.runs.slo import NullTurns, RunWatch, Turns
 from cluster.runs.state import RunState, begin, fold, worked_s
 from cluster.runs.store_memory import StoreMemoryWatch
 from cluster.runs.task import Replicas, RunTask, Tools
-from cluster.store.runs.records import AlreadyThere, Idempotency, NewRun, RunHead
+from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun, RunHead
 from cluster.store.runs.store import RunStore
 
 logger = logging.getLogger("ray.serve")
@@ -175,6 +175,7 @@ class ProgramRunner:
         secret: Mapping[str, Any] | None = None,
         arrived_s: float | None = None,
         on_end: Callable[[RunState], object] | None = None,
+        admit: Callable[[], Awaitable[object]] | None = None,
     ) -> Started:
         """Accept a run and begin to work on it.
 
@@ -185,11 +186,37 @@ class ProgramRunner:
                 ended.
             arrived_s: time of the request, in seconds on the clock. None is now.
             on_end: called with the last state when this runner stops to work on a run that it has begun here.
+            admit: called for a new run that the store has, before work on it begins. If it raises, nothing was
+                accepted. None: nothing is called.
 
         Raises:
             Overloaded: nothing was accepted, because too many runs are open, or the store cannot be reached. It is
                 TooManyRequests if too many runs of the tenant are open.
             IdempotencyConflict: the key was used with another body.
+        """
+        self._require_room(spec, arrived_s)
+        accepted = Accepted(spec)
+        labels = {"model": spec.model, "api": spec.api}
+        secret_bytes = json.dumps(secret).encode() if secret else None
+        run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
+        self._starting.append(spec.tenant)
+        try:
+            created = await self._created(run, accepted, arrived_s)
+            if isinstance(created, AlreadyThere):
+                return Started(created.of_same_request(), new=False)
+            if admit is not None:
+                await self._admitted(spec.id, admit)
+        finally:
+            self._starting.remove(spec.tenant)
+        self.counters["started"] += 1
+        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
+        return Started(spec.id, new=True)
+
+    def _require_room(self, spec: RunSpec, arrived_s: float | None) -> None:
+        """Check that a run may be started now.
+
+        Raises:
+            Overloaded: it may not, see `start`.
         """
         open_runs = self.open_runs + len(self._starting)
         if open_runs >= self._config.programs.max_open:
@@ -203,30 +230,36 @@ class ProgramRunner:
         # The starts that wait, or are being undone, show when the store is back.
         if (self._starting or self.uncertain_starts) and not self._store.healthy:
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable")
-        accepted = Accepted(spec)
-        labels = {"model": spec.model, "api": spec.api}
-        secret_bytes = json.dumps(secret).encode() if secret else None
-        run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
-        self._starting.append(spec.tenant)
-        try:
-            created = await self._store.create(run, [encode(accepted)])
-        except RunStoreUnavailable as error:
-            self._renounce(spec.id)
-            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable") from error
-        except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
-            if idempotency is None:
-                self._renounce(spec.id)
-            raise
-        finally:
-            self._starting.remove(spec.tenant)
-        if isinstance(created, AlreadyThere):
-            return Started(created.of_same_request(), new=False)
-        self.counters["started"] += 1
-        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
-        return Started(spec.id, new=True)
 
-    def _renounce(self, run_id: str) -> None:
-        self._background.run(f"renounce {run_id}", until_renounced(self._store, run_id))
+    async def _created(self, run: NewRun, accepted: Accepted, arrived_s: float | None) -> Created | AlreadyThere:
+        try:
+            return await self._store.create(run, [encode(accepted)])
+        except RunStoreUnavailable as error:
+            self._renounce(run.id)
+            raise self._refusal(Overloaded, STORE_GONE, accepted.spec, arrived_s, "store_unavailable") from error
+        except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
+            if run.idempotency is None:
+                self._renounce(run.id)
+            raise
+
+    async def _admitted(self, run_id: str, admit: Callable[[], Awaitable[object]]) -> None:
+        """Call ``admit``, and undo the creation of the run if it raises.
+
+        That is done before the client has its answer, since the client may then repeat the request with the same
+        idempotency key.
+        """
+        try:
+            await admit()
+        except BaseException:
+            try:
+                await self._store.renounce(run_id, although_repeated=True)
+            except (RunStoreUnavailable, asyncio.CancelledError):
+                self._renounce(run_id, although_repeated=True)
+            raise
+
+    def _renounce(self, run_id: str, *, although_repeated: bool = False) -> None:
+        job = until_renounced(self._store, run_id, although_repeated=although_repeated)
+        self._background.run(f"renounce {run_id}", job)
 
     async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
         """Return the run that was started for a request with this key and body before.
@@ -256,15 +289,28 @@ class ProgramRunner:
             Overloaded: the store cannot be reached.
         """
         task = self._tasks.get(run_id)
-        if task is not None and not task.journal.lost:
-            return list(task.journal.safe) if task.state.spec.tenant == tenant else None
         try:
+            if task is not None and await self._is_current(run_id, task):
+                return list(task.journal.safe) if task.state.spec.tenant == tenant else None
             found, _ = await self._read(run_id)
         except RunStoreUnavailable as error:
             raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
         if not found:
             return None
         return found if begin(found[0]).spec.tenant == tenant else None
+
+    async def _is_current(self, run_id: str, task: RunTask) -> bool:
+        """Return whether the events of a run in memory are those of the run. Another process may have deleted it.
+
+        Raises:
+            RunStoreUnavailable: the store cannot be reached.
+        """
+        if task.journal.lost:
+            return False
+        # A run that is not stored is not in the store after its end, and nobody can delete it.
+        if run_id in self._working or not task.state.spec.store:
+            return True
+        return await self._store.read(run_id, limit=0) is not None
 
     async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
         """Yield a run's events from number ``start`` to its end, as they are stored, whichever runner works on it.

@@ -37,6 +37,7 @@ from cluster.runs.events import (
     TurnIntent,
     TurnResult,
 )
+from cluster.runs.tool_images import urls_of_tools
 from cluster.runs.truncation import without_oldest
 
 NO_TOOL = "none"
@@ -93,8 +94,10 @@ class RunState:
 
     @property
     def images(self) -> Iterator[str]:
-        """The images of tools' answers so far."""
-        return (image for answer in self.answers.values() for image in answer.images)
+        """The images of tools' answers so far, those in the conversation before the run included, as URLs."""
+        yield from urls_of_tools(self.spec.messages)
+        for answer in self.answers.values():
+            yield from answer.images
 
     @property
     def waiting(self) -> tuple[Call, ...]:
@@ -264,10 +267,10 @@ def _turn_done(state: RunState, event: TurnResult) -> RunState:
 
 def _truncated(state: RunState, event: Truncated) -> RunState:
     """Return the state without the oldest messages. The attempt does not count, because nothing was generated."""
-    messages = without_oldest(state.messages, event.groups)
-    left_out = len(state.messages) - len(messages)
-    # Answers that no turn has read are in the last groups, which stay, or in some before them.
-    unread = tuple(place - left_out for place in state.unread if place >= left_out)
+    stay = without_oldest(state.messages, event.groups)
+    messages = tuple(state.messages[place] for place in stay)
+    new_places = {place: new for new, place in enumerate(stay)}
+    unread = tuple(new_places[place] for place in state.unread if place in new_places)
     attempt = max(0, state.attempt - 1)
     return replace(state, messages=messages, unread=unread, token_ids=b"", covered=0, attempt=attempt)
 
@@ -372,7 +375,8 @@ def next_step(state: RunState) -> Next | None:
     if state.waiting:
         # The caller has to act: it runs a tool, or approves one.
         return AwaitLate() if state.late else Finish("completed")
-    if last is not None and not last.calls and not state.undelivered:
+    # A late answer is unread if the turn that brings it did not fit and is tried again.
+    if last is not None and not last.calls and not state.undelivered and not state.unread:
         return AwaitLate() if state.late else Finish("completed")
     return _further(state, _must_summarise(state))
 
@@ -457,11 +461,11 @@ def _call(state: RunState, calls: tuple[Call, ...]) -> Next:
     if sent:
         return CallTools(sent, resumed=True)
     room = max(0, state.spec.limits.tool_calls - state.tool_calls)
-    room += sum(call.place in state.early for call in calls)  # these count already
     refused = [_refusal(call, _unknown(state, call)) for call in calls if _unknown(state, call)]
     known = [call for call in calls if not _unknown(state, call)]
     limit = f"a run may call {state.spec.limits.tool_calls} tools, and has"
-    refused += [_refusal(call, limit) for call in known[room:]]
+    # Calls that were started early count already.
+    refused += [_refusal(call, limit) for call in [call for call in known if call.place not in state.early][room:]]
     return Refuse(tuple(refused)) if refused else CallTools(tuple(known), resumed=False)
 
 

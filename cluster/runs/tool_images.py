@@ -1,16 +1,17 @@
-"""The images of tools' answers in a run: how many are kept, and which messages have them.
+"""The images of tools' answers in a program: how many are kept, and which messages have them.
 
-The log has them, and each turn sends all of them to the replica. Both are therefore bounded.
+The log of each run has them, and each turn sends all of them to the replica. Both are therefore bounded.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cluster.api.image_bounds import MAX_IMAGES
-from cluster.core.tools import IN_NEXT_MESSAGE, ToolResult
+from cluster.api.images import images_of
+from cluster.core.tools import IN_NEXT_MESSAGE, ToolResult, is_late_message
 
 MAX_CHARS = 16 << 20
-"""Largest number of characters of a run's images as URLs."""
+"""Largest number of characters of a program's images as URLs."""
 
 LEFT_OUT = "[image left out: this program has as many images as it may]"
 
@@ -19,7 +20,7 @@ def kept_images(earlier: Iterable[str], result: ToolResult) -> tuple[str, tuple[
     """Return the text of a tool's answer, with a note in place of each image that is not kept, and the images.
 
     Args:
-        earlier: the images of the run's answers before.
+        earlier: the images of the program's answers before.
         result: the answer.
     """
     if not result.images:
@@ -48,7 +49,14 @@ def of_tools(messages: Sequence[dict[str, Any]]) -> frozenset[int]:
     for place, message in enumerate(messages):
         content = message.get("content")
         if place and message.get("role") == "user" and isinstance(content, list) and content:
-            before = messages[place - 1].get("role") == "tool" or place - 1 in places
+            earlier = messages[place - 1]
+            before = earlier.get("role") == "tool" or is_late_message(earlier) or place - 1 in places
             if before and all(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
                 places.add(place)
     return frozenset(places)
+
+
+def urls_of_tools(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Return the images of tools' answers in a conversation, as URLs."""
+    found = images_of({"messages": [messages[place] for place in sorted(of_tools(messages))]})
+    return (image.url for image in found if isinstance(image.url, str))

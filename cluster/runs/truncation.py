@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.runs.compaction import of_user
 from cluster.runs.tool_images import of_tools
 
 ChatMessage = dict[str, Any]
@@ -21,8 +22,7 @@ def droppable(messages: Sequence[ChatMessage]) -> list[tuple[int, ...]]:
             groups[-1].append(place)
         else:
             groups.append([place])
-    users = (place for place, message in enumerate(messages) if message["role"] == "user" and place not in images)
-    last_user = max(users, default=-1)
+    last_user = max(of_user(messages), default=-1)
     return [
         tuple(group)
         for group in groups[:-1]
@@ -30,7 +30,7 @@ def droppable(messages: Sequence[ChatMessage]) -> list[tuple[int, ...]]:
     ]
 
 
-def without_oldest(messages: Sequence[ChatMessage], groups: int) -> tuple[ChatMessage, ...]:
-    """Return the messages without the first ``groups`` groups of `droppable`."""
+def without_oldest(messages: Sequence[ChatMessage], groups: int) -> list[int]:
+    """Return the places of the messages that stay without the first ``groups`` groups of `droppable`."""
     dropped = {place for group in droppable(messages)[:groups] for place in group}
-    return tuple(message for place, message in enumerate(messages) if place not in dropped)
+    return [place for place in range(len(messages)) if place not in dropped]

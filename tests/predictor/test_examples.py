@@ -96,6 +96,15 @@ def test_a_trace_without_groups_and_sources_has_each_program_alone(tmp_path: Pat
     assert (program.source, program.split_group) == ("mine", "a")
 
 
+def test_a_program_that_was_ended_early_is_no_example(tmp_path: Path) -> None:
+    rows = [row("a", THREE), row("b", THREE, incomplete=1)]
+    texts = [{"program_id": "a", "turn": 0, "prompt_text": "x", "output_text": ""}]
+    [program] = read_programs([write(tmp_path / "t.jsonl", rows)], [write(tmp_path / "x.jsonl", texts)])
+    assert program.program_id == "a"
+    with pytest.raises(TraceError, match="no complete programs"):
+        read_programs([write(tmp_path / "t.jsonl", rows[1:])])
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [row("a", THREE)])
     again = write(tmp_path / "again.jsonl", [row("a", THREE)])
@@ -110,7 +119,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         read_programs([good], [write(tmp_path / "other.jsonl", [other])])
     with pytest.raises(TraceError, match=r"bad.jsonl:1: turn: "):
         read_programs([good], [write(tmp_path / "bad.jsonl", [other | {"turn": -1}])])
-    with pytest.raises(TraceError, match="no programs"):
+    with pytest.raises(TraceError, match="no complete programs"):
         read_programs([write(tmp_path / "empty.jsonl", [])])
 
 

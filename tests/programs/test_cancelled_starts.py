@@ -54,3 +54,25 @@ async def test_a_run_with_a_key_stays_for_its_client(runners: Runners) -> None:
     assert (started.run_id, started.new) == ("kept", False)
     other.attend()
     assert outcome(await ended(other, "kept")).status == "completed"
+
+
+async def test_a_run_whose_client_left_before_it_was_admitted_is_gone_although_it_has_a_key(runners: Runners) -> None:
+    runner, other = runners(ScriptedReplicas([])), runners(ScriptedReplicas([says("anew")]))
+    key, asked = Idempotency("admitted", b"body"), asyncio.Event()
+
+    async def admit() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    starting = asyncio.create_task(runner.start(spec("first"), idempotency=key, admit=admit))
+    await asked.wait()
+    assert runner.open_runs == 0
+    # The client has come again meanwhile.
+    assert await other.repeated("t", key) == "first"
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert await other.load("first", "t") is None
+    started = await other.start(spec("second"), idempotency=key)
+    assert started.new
+    assert outcome(await ended(other, "second")).status == "completed"

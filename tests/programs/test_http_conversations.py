@@ -14,9 +14,11 @@ from openai import (
     UnprocessableEntityError,
 )
 
-from cluster.core.errors import BadRequest
+from cluster.core.errors import BadRequest, Overloaded
 from cluster.http import conversations
-from cluster.responses.input_items import ITEM_TYPES
+from cluster.responses.conversation_entries import added
+from cluster.responses.input_items import ITEM_TYPES, Message
+from cluster.responses.spec import RunRequest
 from cluster.store import conversations as stored_conversations
 from cluster.store.client import StoreMemory
 from tests.programs.response_site import known, openai, registered, site
@@ -86,6 +88,18 @@ async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:
     await there.respond(conversation=made.id, input="Sure?")
     assert there.seen() == [("user", "what is there?"), ("assistant", "a bird"), ("user", "Sure?")]
     assert there.replicas.prior[-1] == []
+
+
+async def test_an_item_that_is_added_again_after_its_deletion_is_there(runners: Runners) -> None:
+    there = Site(runners, (says("a bird"),))
+    first, other = ({**user(text), "id": name} for text, name in (("what is there?", "msg_1"), ("and there?", "msg_2")))
+    made = await there.client.conversations.create(items=[first, other])
+    await there.client.conversations.items.delete("msg_1", conversation_id=made.id)
+    again: Any = {**first, "content": "what is it?"}
+    await there.client.conversations.items.create(made.id, items=[again])
+    assert [item.id for item in await there.items(made.id)] == ["msg_2", "msg_1"]
+    await there.respond(conversation=made.id)
+    assert there.seen() == [("user", "and there?"), ("user", "what is it?")]
 
 
 async def test_a_call_of_a_tool_that_the_model_invented_stays_after_a_deletion(runners: Runners) -> None:
@@ -159,6 +173,34 @@ async def test_of_responses_that_begin_together_one_stays(runners: Runners) -> N
     assert all(isinstance(one, ConflictError) for one in answers if isinstance(one, Exception))
     items = await there.items(made.id)
     assert len(items) == 2 * len(kept)
+
+
+@pytest.mark.parametrize("failure", ["another response came first", "the store did not answer"])
+async def test_a_response_that_is_not_added_is_tried_anew(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    there = Site(runners, (says("fine"),))
+    made = await there.client.conversations.create()
+    add = conversations.Conversations.add_response
+
+    async def fails(self: conversations.Conversations, run: RunRequest) -> None:
+        if failure == "the store did not answer":
+            raise Overloaded("the store does not answer")
+        await self.append(run.spec.tenant, made.id, added([Message(role="user", content="meanwhile")]))
+        await add(self, run)
+
+    again: Any = {"conversation": made.id, "input": "one", "extra_headers": {"Idempotency-Key": failure}}
+    monkeypatch.setattr(conversations.Conversations, "add_response", fails)
+    with pytest.raises(APIStatusError) as caught:
+        await there.respond(**again)
+    assert caught.value.status_code in (409, 503)
+    assert not there.replicas.asked, "no turn is asked for a response that is in no conversation"
+    assert await there.runner.runs("default", program=made.id) == []
+    monkeypatch.setattr(conversations.Conversations, "add_response", add)
+    answer = await there.respond(**again)
+    assert (answer.status, answer.output_text) == ("completed", "fine")
+    assert answer.id == (await there.respond(**again)).id
+    assert [item.content[0].text for item in await there.items(made.id)][-2:] == ["one", "fine"]
 
 
 async def test_a_failed_response_adds_nothing(runners: Runners) -> None:

@@ -312,6 +312,21 @@ async def test_a_compaction_needs_its_turn_whatever_generate_is(served: Any) -> 
     assert [item.type for item in made.output] == ["message", "compaction"]
 
 
+async def test_a_compaction_runs_no_approved_call(served: Any) -> None:
+    ran: list[ToolCall] = []
+    there = served(says("", ("docs__read", "{}")), says("a summary"), tools={"docs__read": ran.append})
+    docs = {**DOCS, "require_approval": "always"}
+    asked = await there.client.responses.create(model="m", input="read", tools=[docs])
+    consent: Any = {"type": "mcp_approval_response", "approval_request_id": asked.output[-1].id, "approve": True}
+    compact = there.client.responses.compact
+    with pytest.raises(BadRequestError, match="approved call") as caught:
+        await compact(model="m", previous_response_id=asked.id, input=[consent], extra_body={"tools": [docs]})
+    assert (caught.value.param, ran, len(there.replicas.asked)) == ("input", [], 1)
+    consent["approve"] = False
+    made = await compact(model="m", previous_response_id=asked.id, input=[consent], extra_body={"tools": [docs]})
+    assert [item.type for item in made.output] == ["message", "compaction"]
+
+
 async def test_a_compacted_conversation_keeps_the_images_of_the_user(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

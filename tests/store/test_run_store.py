@@ -346,6 +346,15 @@ async def test_a_rejected_creation_stays_if_the_request_came_again(ingress: Make
     assert await log_of(b) == items(0, 1)
 
 
+async def test_a_creation_that_must_not_stay_is_undone_although_the_request_came_again(ingress: MakeRunStore) -> None:
+    a, b = ingress("a"), ingress("b")
+    keyed = replace(RUN, idempotency=Idempotency("key", b"body"))
+    await a.create(keyed, items(0, 1))
+    assert isinstance(await b.create(replace(keyed, id="again"), items(0, 1)), AlreadyThere)
+    assert await a.renounce("run", although_repeated=True)
+    assert await b.create(replace(keyed, id="again"), items(0, 1)) == Created("again")
+
+
 async def test_a_request_that_came_again_is_found_by_its_key(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     again = Idempotency("key", b"body")

@@ -62,6 +62,7 @@ def programs(draw: st.DrawFn, least_context: int = 1, prefixes: bool = True) -> 
             category=draw(st.none() | NAMES),
             shared_prefix=draw(st.none() | prefix) if prefixes else None,
             arrival_s=draw(SECONDS),
+            incomplete=draw(st.sampled_from([None, 1])),
             parent_program_id=draw(st.none() | NAMES),
             parent_turn=draw(st.none() | st.integers(0, 9)),
             turns=tuple(RecordedTurn(**turn) for turn in draw(turns(least_context))),

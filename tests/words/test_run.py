@@ -11,6 +11,7 @@ from cluster.core.turn import pack_ids, unpack_ids
 from cluster.runs.events import (
     Accepted,
     Call,
+    EarlyIntent,
     Ended,
     Generated,
     LateAnswer,
@@ -206,6 +207,19 @@ def test_calls_above_the_bound_are_refused_and_the_next_turn_has_no_tools() -> N
     assert next_step(after(*log)) == CallTools((call(1, 0),), resumed=False)
     log += [ToolIntent(((1, 0),)), ok(1, 0)]
     assert next_step(after(*log)) == AskTurn(2, 1, "none")
+
+
+def test_a_call_that_started_early_is_no_more_refused() -> None:
+    limits = Limits(turns=8, tool_calls=1, output_tokens=1000, wall_s=60.0, turn_attempts=2)
+    log = [accepted(limits=limits), TurnIntent(1), EarlyIntent(call(1, 1), 1), result(1, call(1, 0), call(1, 1))]
+    todo = next_step(after(*log))
+    assert isinstance(todo, Refuse)
+    assert [answer.place for answer in todo.answers] == [(1, 0)]
+    assert next_step(after(*log, *todo.answers)) == CallTools((call(1, 1),), resumed=False)
+    # Calls that others leave room for run.
+    limits = replace(limits, tool_calls=2)
+    log = [accepted(limits=limits), *log[1:-1], result(1, call(1, 0), call(1, 1))]
+    assert next_step(after(*log)) == CallTools((call(1, 0), call(1, 1)), resumed=False)
 
 
 def test_tokens_bound_the_run() -> None:

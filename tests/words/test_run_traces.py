@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.core.errors import TraceError
 from cluster.offline.bench.trace import programs_from_trace
-from cluster.runs.events import Call, LateAnswer, RunEvent, TakenOver, ToolAnswer, TurnResult
+from cluster.runs.events import Call, Ended, LateAnswer, RunEvent, TakenOver, ToolAnswer, TurnResult
 from cluster.runs.export import run_trace
 from predictor_service.examples import read_programs
 from tests.words.test_run import accepted, call, ok
@@ -31,6 +32,7 @@ LOG: list[RunEvent] = [
     answer((2, 0), 1.0),
     answer((2, 1), 4.0),
     turn(3, 200, 10, content="42."),
+    Ended("completed"),
 ]
 
 
@@ -56,13 +58,24 @@ def test_a_log_is_what_the_predictor_learns_from(files: tuple[Path, Path]) -> No
     assert "grep -n x" in program.turns[0].outcome.arguments
 
 
+@pytest.mark.parametrize("end", [Ended("incomplete", "max_turns"), Ended("failed"), Ended("cancelled"), None])
+def test_a_run_that_was_ended_is_replayed_and_not_learnt_from(tmp_path: Path, end: Ended | None) -> None:
+    trace = run_trace([*LOG[:-1], *(() if end is None else (end,))], "ours")
+    assert trace is not None
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace.program) + "\n")
+    [planned] = programs_from_trace(tmp_path / "t.jsonl").programs
+    assert len(planned.turns) == 3
+    with pytest.raises(TraceError, match="complete"):
+        read_programs([tmp_path / "t.jsonl"])
+
+
 def test_a_log_can_be_replayed(files: tuple[Path, Path]) -> None:
     [planned] = programs_from_trace(files[0]).programs
     assert [each.pause_s for each in planned.turns] == [2.5, 4.5, 0.0]
 
 
 def test_a_prompt_that_shrank_starts_another_context(tmp_path: Path) -> None:
-    trace = run_trace([accepted(), turn(1, 1000, 20, call(1)), ok(1), turn(2, 300, 5)], "ours")
+    trace = run_trace([accepted(), turn(1, 1000, 20, call(1)), ok(1), turn(2, 300, 5), Ended("completed")], "ours")
     assert trace is not None
     (tmp_path / "t.jsonl").write_text(json.dumps(trace.program) + "\n")
     [program] = read_programs([tmp_path / "t.jsonl"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolResult
+from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolResult, late_message
 from cluster.runs import tool_images
 from cluster.runs.compaction import kept
 from cluster.runs.events import LateAnswer, ToolAnswer, ToolIntent, TurnIntent
@@ -52,10 +52,20 @@ def test_a_run_keeps_so_many_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_images([], answer) == (f"a {IN_NEXT_MESSAGE} b {LEFT_OUT} c", (RED,))
 
 
+def test_the_images_of_the_responses_before_count() -> None:
+    begun = (accepted(sees=True), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)))
+    first = after(*begun, shot(1, 0, RED))
+    asked = {"role": "user", "content": [{"type": "text", "text": "and this?"}, *shown(BLUE)["content"]]}
+    state = after(accepted(sees=True, messages=(*conversation(first), asked)), *begun[1:], shot(1, 0, BLUE))
+    assert list(state.images) == [RED, BLUE], "the user's own image does not count"
+
+
 def test_images_are_dropped_with_the_answers_that_had_them() -> None:
     asked, call_, tool = {"role": "user", "content": "look"}, {"role": "assistant", "content": ""}, {"role": "tool"}
     messages = [asked, call_, {**tool, "content": "x"}, shown(RED), call_, {**tool, "content": "y"}, shown(BLUE)]
     assert droppable(messages) == [(1, 2, 3)], "the user's question stays"
     assert kept(messages) == (asked,)
+    late = [asked, call_, {**tool, "content": "x"}, call_, late_message("shot", "y"), shown(RED)]
+    assert kept(late) == (asked,), "what a tool has said late is replaced as any other answer"
     own = [asked, {"role": "assistant", "content": "ok"}, shown(RED)]
     assert kept(own) == (asked, shown(RED)), "an image that the user has sent alone"

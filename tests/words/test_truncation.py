@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from cluster.core.tools import late_message
 from cluster.core.turn import pack_ids
-from cluster.runs.events import Prior, ToolIntent, Truncated, TurnIntent
+from cluster.runs.compaction import summary_message
+from cluster.runs.events import LateAnswer, Prior, ToolIntent, Truncated, TurnIntent
 from cluster.runs.state import AskTurn, next_step
 from cluster.runs.truncation import droppable, without_oldest
 from tests.words.test_run import accepted, after, call, ok, result
@@ -23,12 +25,12 @@ LOOP = [
 def test_rules_the_last_question_and_the_last_round_stay() -> None:
     assert droppable(LOOP) == [(1,), (2, 3, 4), (5,), (7, 8)]
     kept = without_oldest(LOOP, 4)
-    assert [message["content"] for message in kept] == ["rules", "second", "", "d"]
-    assert without_oldest(LOOP, 0) == tuple(LOOP)
+    assert [LOOP[place]["content"] for place in kept] == ["rules", "second", "", "d"]
+    assert without_oldest(LOOP, 0) == list(range(len(LOOP)))
 
 
 def test_a_call_goes_with_its_answers() -> None:
-    roles = [message["role"] for message in without_oldest(LOOP, 2)]
+    roles = [LOOP[place]["role"] for place in without_oldest(LOOP, 2)]
     assert roles == ["system", "assistant", "user", "assistant", "tool", "assistant", "tool"]
 
 
@@ -55,3 +57,36 @@ def test_unread_answers_keep_their_places() -> None:
     state = after(*events, Truncated(2))
     assert [state.messages[place]["content"] for place in state.unread] == ["42"]
     assert [before.messages[place]["content"] for place in before.unread] == ["42"]
+
+
+def test_an_unread_answer_that_is_dropped_leaves_no_place_and_another_keeps_its_own() -> None:
+    messages = (said("system", "rules"), said("user", "a"), said("assistant", tool_calls=[1]), said("tool", "unread"),
+                said("user", "huge"))  # fmt: skip
+    state = after(accepted(truncate=True, messages=messages, unread=(3,)), TurnIntent(1), Truncated(1))
+    assert [state.messages[place]["content"] for place in state.unread] == ["unread"]
+    state = after(accepted(truncate=True, messages=messages, unread=(3,)), TurnIntent(1), Truncated(1), Truncated(1))
+    assert [message["role"] for message in state.messages] == ["system", "user"]
+    assert state.unread == ()
+    # A group after the last question is dropped, too: places before it stay.
+    rounds = (*messages[:4], said("user", "b"), said("assistant", tool_calls=[2]), said("tool", "c"), said("assistant"))
+    state = after(accepted(truncate=True, messages=rounds, unread=(3, 6)), TurnIntent(1), Truncated(3))
+    assert [message["content"] for message in state.messages] == ["rules", "b", "x"]
+    assert state.unread == ()
+
+
+def test_a_turn_that_brings_a_late_answer_is_tried_again() -> None:
+    started = ok(1, text="started", outcome="started")
+    events = (accepted(truncate=True), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), started,
+              TurnIntent(2), result(2, content="meanwhile"), LateAnswer(ok(1)), TurnIntent(3))  # fmt: skip
+    state = after(*events, Truncated(1))
+    assert "42" in state.messages[-1]["content"]
+    assert next_step(state) == AskTurn(3, 1, None)
+
+
+def test_a_late_answer_and_a_summary_are_no_questions() -> None:
+    late = late_message("calc", "42")
+    image = said("user", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,UkVE"}}])  # type: ignore[arg-type]
+    begun = [said("system"), said("user", "question"), said("assistant", tool_calls=[1]), said("tool", "started")]
+    assert droppable([*begun, said("assistant"), late]) == [(2, 3), (4,)]
+    assert droppable([*begun, said("assistant"), late, image, said("assistant")]) == [(2, 3), (4,), (5, 6)]
+    assert droppable([*begun[:2], summary_message("hm"), said("assistant", tool_calls=[1]), said("tool")]) == [(2,)]

@@ -29,7 +29,7 @@ DEALING_SEED = 0
 
 @lru_cache(maxsize=4)
 def forecasts_of(trace: Path, name: str) -> Forecasts:
-    """Forecast all programs of ``trace`` with the registered predictor ``name``. Texts are not read.
+    """Forecast all complete programs of ``trace`` with the registered predictor ``name``. Texts are not read.
 
     If ``name`` is no predictor, it is the path of a file that `caesura predictor forecast` wrote, with some programs.
 

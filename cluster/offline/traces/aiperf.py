@@ -240,6 +240,7 @@ def _count_losses(recorded: RecordedProgram, options: Options, losses: Losses) -
     paused = recorded.turns[:-1]
     labelled = bool(recorded.category or recorded.source or recorded.split_group)
     losses.add("category, source, split group (programs)", labelled)
+    losses.add("mark of a program that did not end by itself (programs)", recorded.incomplete is not None)
     losses.add("parent of a program (programs)", recorded.parent_program_id is not None)
     losses.add("names of tools (turns)", sum(turn.tool is not None for turn in paused))
     unrecorded = sum(turn.tool is not None and turn.tool_duration_s is None for turn in paused)

@@ -166,6 +166,7 @@ def _count_losses(recorded: RecordedProgram, options: Options, losses: Losses) -
     losses.add(
         f"unrecorded arrival, written {options.every_s:g} s after the one before (programs)", recorded.arrival_s is None
     )
+    losses.add("mark of a program that did not end by itself (programs)", recorded.incomplete is not None)
     losses.add("parent of a program (programs)", recorded.parent_program_id is not None)
     losses.add("time of generation, which is not recorded and counts as 0 (turns)", len(paused))
     losses.add("names of tools (turns)", sum(turn.tool is not None for turn in paused))

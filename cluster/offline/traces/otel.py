@@ -33,7 +33,7 @@ REASONING_TOKENS = "gen_ai.usage.reasoning.output_tokens"
 TOOL_NAME = "gen_ai.tool.name"
 OWN = "caesura.trace."
 """Prefix of the attributes that the conventions do not have."""
-OWN_PROGRAM = ("category", "source", "split_group", "arrival_s", "parent_program_id", "parent_turn")
+OWN_PROGRAM = ("category", "source", "split_group", "arrival_s", "incomplete", "parent_program_id", "parent_turn")
 OWN_TURN = ("new_prompt_tokens", "tool_duration_s", "tool_return_tokens", "tool_cmd", "kept_output_tokens", "reset")
 EPOCH_NS = 10**18
 """Start of a written trace whose programs arrive at 0 (Unix time, ns). OTLP reserves 0 for "unknown"."""

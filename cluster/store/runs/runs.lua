@@ -290,8 +290,8 @@ function operations.release()
   return released
 end
 
--- ARGV: id, owner. Its creation was rejected to the caller, but it may exist: it is deleted, or anybody may claim it if its
--- request came again, since the answer to that names it.
+-- ARGV: id, owner, 1 to delete it in any case. Its creation was rejected to the caller, but it may exist: it is deleted, or
+-- anybody may claim it if its request came again, since the answer to that names it.
 function operations.renounce()
   local id, open = ARGV[1], space .. 'open'
   if not is_run(id) then return 0 end
@@ -299,7 +299,7 @@ function operations.renounce()
   if there[1] ~= ARGV[2] or there[2] then return 0 end
   although_memory_is_short()
   free_of_others(open, 'zset')
-  if there[3] then
+  if there[3] and ARGV[3] ~= '1' then
     redis.call('HSET', space .. 'run:' .. id, 'owner', '')
     redis.call('ZADD', open, 0, id)
     return 0

@@ -218,16 +218,17 @@ class RunStore(RedisStore):
         if run_ids:
             await self._call("release", [self._owner, *map(quoted, run_ids)], int)
 
-    async def renounce(self, run_id: str) -> bool:
-        """Undo a `create` whose outcome is unknown and that was rejected to the client. Return whether it was there.
+    async def renounce(self, run_id: str, *, although_repeated: bool = False) -> bool:
+        """Undo a `create` that was rejected to the client, also one whose outcome is unknown. Return whether it was
+        undone.
 
         If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
-        and any owner may claim it at once.
+        and any owner may claim it at once, unless ``although_repeated`` is set.
 
         Raises:
             RunStoreUnavailable: the outcome is unknown.
         """
-        return bool(await self._call("renounce", [quoted(run_id), self._owner], int))
+        return bool(await self._call("renounce", [quoted(run_id), self._owner, int(although_repeated)], int))
 
     # --- calls that need no lease -------------------------------------------------------------------------------------
 

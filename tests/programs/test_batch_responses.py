@@ -1,0 +1,49 @@
+"""Responses that are lines of batches, for which only a response that has not failed is an answer."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import BadRequestError, InternalServerError
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.openai import BATCH_LINE
+from cluster.core.errors import BadRequest
+from tests.programs.response_site import known, openai, registered, site
+from tests.programs.runners import Runners
+from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.programs.test_http_responses import ADD, waits
+from tests.waiting import until
+
+
+def of_batch(app: Starlette) -> Any:
+    """The routes for the lines of batches."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, BATCH_LINE: True}, receive, send)
+
+    return called
+
+
+async def test_a_response_that_failed_is_no_answer(runners: Runners) -> None:
+    def failing() -> Starlette:
+        turns = [says("", ("add", "{}")), [BadRequest("too long", code="context_length_exceeded")]]
+        runner = runners(ScriptedReplicas(turns), ScriptedTools({"add": lambda call: "2"}))
+        return site(runner, known(registered("add")))
+
+    made = await openai(failing()).responses.create(model="m", input="Hi", tools=[ADD])
+    assert (made.status, len(made.output)) == ("failed", 1), "a client sees how far it came"
+    with pytest.raises(BadRequestError, match="too long"):
+        await openai(of_batch(failing())).responses.create(model="m", input="Hi", tools=[ADD])
+
+
+async def test_a_response_that_was_cancelled_is_no_answer(runners: Runners) -> None:
+    replicas = ScriptedReplicas([waits("Hello")])
+    runner = runners(replicas)
+    asking = asyncio.create_task(openai(of_batch(site(runner))).responses.create(model="m", input="Hi"))
+    await until(lambda: replicas.asked)
+    [run] = [head for head in await runner.runs("default") if head.open]
+    await runner.cancel(run.id)
+    with pytest.raises(InternalServerError, match="cancelled"):
+        await asking
