@@ -8,7 +8,7 @@ counts of a level with many values are halved, so that old values lose weight.
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -32,6 +32,8 @@ MOST_SEEN = 4096.0
 """Values from which on a level halves its counts, so that it follows changes."""
 MOST_NAMES = 128
 """Names that a level counts, at most. The name with the lowest count is dropped first."""
+ROWS = 128
+"""Levels that are encoded in one step, at most. It takes a few milliseconds."""
 MOST_PARTS = 8
 """Parts of a level's name, at most."""
 
@@ -142,13 +144,14 @@ class LevelHistograms:
         shares: Floats = (counts + kappa * parent) / (counts.sum() + kappa)
         return shares
 
-    def rows(self) -> list[HistogramRow]:
-        """Return this writer's counts, with the most recently used levels at the end."""
-        rows = []
-        for key, counts in self._own.items():
-            numbers = np.flatnonzero(counts)
-            rows.append((encode_key(key), numbers.astype("<u2").tobytes(), counts[numbers].astype("<f4").tobytes()))
-        return rows
+    def rows(self) -> Iterator[list[HistogramRow]]:
+        """Encode this writer's counts in steps of `ROWS` levels, with the most recently used levels at the end.
+
+        Values may be counted between two steps. Levels that are new since the first step, or were dropped, are left
+        out.
+        """
+        for keys in _parts(list(self._own)):
+            yield [_histogram_row(key, counts) for key in keys if (counts := self._own.get(key)) is not None]
 
     def put(self, rows: Iterable[HistogramRow]) -> None:
         """Add the result of ``rows`` to this writer's counts.
@@ -232,12 +235,14 @@ class LevelNames:
             rest *= drawn / total
         return shares
 
-    def rows(self) -> list[NameRow]:
+    def rows(self) -> Iterator[list[NameRow]]:
         """See `LevelHistograms.rows`."""
-        return [
-            (encode_key(key), {encode_tool(name): count for name, count in seen.items()})
-            for key, seen in self._own.items()
-        ]
+        for keys in _parts(list(self._own)):
+            yield [
+                (encode_key(key), {encode_tool(name): count for name, count in seen.items()})
+                for key in keys
+                if (seen := self._own.get(key)) is not None
+            ]
 
     def put(self, rows: Iterable[NameRow]) -> None:
         """See `LevelHistograms.put`."""
@@ -269,6 +274,16 @@ class LevelNames:
     def _forget(self) -> None:
         while len(self._own) > self._most:
             del self._own[min(islice(self._own, OLDEST), key=lambda key: sum(self._own[key].values()))]
+
+
+def _parts(keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
+    for start in range(0, len(keys), ROWS):
+        yield keys[start : start + ROWS]
+
+
+def _histogram_row(key: Key, counts: Floats) -> HistogramRow:
+    numbers = np.flatnonzero(counts)
+    return encode_key(key), numbers.astype("<u2").tobytes(), counts[numbers].astype("<f4").tobytes()
 
 
 def encode_key(key: Key) -> list[bytes]:

@@ -64,7 +64,7 @@ class _Ended:
 @dataclass(slots=True)
 class _Program:
     turns: int = 0
-    """Number of turns that have arrived."""
+    """Number of turns that have arrived and were not refused."""
     open: int = 0
     # Tuples: a deque takes 600 bytes, and each of them would be one more object that garbage collections traverse.
     outputs: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class _Program:
     later: tuple[int, int] = (0, 0)
     """The tokens that were computed for the turns after those, and the number of these turns."""
     whole: bool = True
-    """Whether no turn up to now is missing in `work` and `later`."""
+    """Whether the turns in `work` and `later` were in order, and none before them was elsewhere."""
     pending: _Ended | None = None
     seen_s: float = 0.0
 
@@ -132,6 +132,7 @@ class LiveHistory:
         *,
         output_tokens: int | None,
         prompt_tokens: int | None = None,
+        refused: bool = False,
     ) -> list[Observation]:
         """Record the end of a turn, and return the observations if its program ends with it.
 
@@ -141,6 +142,7 @@ class LiveHistory:
             now_s: time of the end.
             output_tokens: number of generated tokens; None if the turn failed or the number is unknown.
             prompt_tokens: exact number of prompt tokens; None if it is unknown.
+            refused: whether the request was invalid, as one whose prompt is too long, so that the turn never began.
         """
         if prompt_tokens is not None:
             self._count(turn, prompt_tokens)
@@ -148,6 +150,7 @@ class LiveHistory:
         if program is None:
             return []
         program.open = max(0, program.open - 1)
+        program.turns -= refused
         program.seen_s = now_s
         if output_tokens is not None:
             tokens, turns = program.later
@@ -236,8 +239,8 @@ class LiveHistory:
         news: list[Observation] = []
         if (last := program.pending) is not None:
             news.append(TurnSeen(last.context, TurnOutcome(last.output_tokens, NO_TOOL, last=True)))
-        if program.whole and program.work:
-            tokens, turns = program.later
+        tokens, turns = program.later
+        if program.whole and program.work and program.turns == len(program.work) + turns:
             remaining: list[tuple[int, int]] = []
             for _, computed in reversed(program.work):
                 remaining.append((tokens, turns))

@@ -31,7 +31,7 @@ from predictor_service.model import (
     learn,
     sensible,
 )
-from predictor_service.statistics_model import StatisticsModel
+from predictor_service.statistics_model import Encoding, StatisticsModel, result_of
 
 MOST_TOOLS = 3
 """Tools that a prediction names, at most: the most probable ones."""
@@ -232,8 +232,13 @@ class Predictor:
 
     def to_bytes(self) -> bytes:
         """Encode the statistics and the drift that this predictor has learnt itself."""
-        drifts = self.length_drift.rows(), self.duration_drift.rows()
-        state = _State(VERSION, self.statistics.to_bytes(), *drifts, self._bundle)
+        return result_of(self.encoding())
+
+    def encoding(self) -> Encoding:
+        """Return the steps of `to_bytes`. The predictor may learn between two steps."""
+        statistics = yield from self.statistics.encoding()
+        yield
+        state = _State(VERSION, statistics, self.length_drift.rows(), self.duration_drift.rows(), self._bundle)
         return bytes(msgspec.msgpack.encode(state))
 
     def replace_others(self, others: Iterable[bytes]) -> None:

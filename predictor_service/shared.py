@@ -58,7 +58,7 @@ class SharedPredictor:
 
     async def exchange(self) -> bool:
         """Write the own statistics and read those of the others. Return False if the store did not answer."""
-        parts = await self._store.exchange(self._own())
+        parts = await self._store.exchange(await self._own())
         if parts is None:
             return False
         if parts != self._seen:
@@ -97,12 +97,23 @@ class SharedPredictor:
         await self.exchange()
         await self._store.close()
 
-    def _own(self) -> bytes | None:
-        if not self._learnt:
+    async def _own(self) -> bytes | None:
+        learnt = self._learnt
+        if not learnt:
             return None
-        if self._written is None or self._written[0] != self._learnt:
-            self._written = (self._learnt, self.predictor.to_bytes())
+        if self._written is None or self._written[0] != learnt:
+            self._written = (learnt, await self._encoded())
         return self._written[1]
+
+    async def _encoded(self) -> bytes:
+        """Encode the own statistics, which takes up to 0.5 s, in steps between which the event loop does other work."""
+        steps = self.predictor.encoding()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return bytes(end.value)
+            await asyncio.sleep(0)
 
     def _readable(self, writer: str, part: bytes) -> bool:
         if self._taken.get(writer) == part:

@@ -6,7 +6,7 @@ position, and the tools and lengths of the turns before it.
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -51,6 +51,22 @@ _CALLS = 3
 """Earlier calls of the same kind whose durations are averaged, at most."""
 _SMALL_SHARE = 0.02
 """Total probability of the offered tools that were never called."""
+
+
+_ARRAY = b"\xdd"
+"""The first byte of an array in msgpack whose length has 4 bytes."""
+
+Encoding = Generator[None, None, bytes]
+"""Steps of a few milliseconds, and at their end what was encoded."""
+
+
+def result_of(steps: Encoding) -> bytes:
+    """Take all steps at once, and return what was encoded."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(end.value)
 
 
 class _Store(msgspec.Struct, array_like=True):
@@ -151,8 +167,17 @@ class StatisticsModel:
 
     def to_bytes(self) -> bytes:
         """Encode this model's own counts, without those of other writers."""
-        rows = {name: table.rows() for name, table in self._histograms.items()}
-        content = msgspec.msgpack.encode(_Store(VERSION, rows, self._tools.rows()))
+        return result_of(self.encoding())
+
+    def encoding(self) -> Encoding:
+        """Return the steps of `to_bytes`. The model may learn between two steps."""
+        histograms = {}
+        for name, table in self._histograms.items():
+            histograms[name] = yield from _encoded(table.rows())
+        names = yield from _encoded(self._tools.rows())
+        yield
+        content = msgspec.msgpack.encode((VERSION, histograms, names))  # a _Store
+        yield
         return zlib.crc32(content).to_bytes(4) + content
 
     @classmethod
@@ -206,6 +231,16 @@ class StatisticsModel:
         bundle = read_bundle(directory, _MODEL, VERSION)
         with bundle.reading(directory):
             return cls.from_bytes(bundle.part(FILE))
+
+
+def _encoded(parts: Iterator[Sequence[HistogramRow] | Sequence[NameRow]]) -> Generator[None, None, msgspec.Raw]:
+    """Encode rows as one array of msgpack, a part in each step."""
+    count, encoded = 0, []
+    for part in parts:
+        count += len(part)
+        encoded.append(b"".join(map(msgspec.msgpack.encode, part)))
+        yield
+    return msgspec.Raw(_ARRAY + count.to_bytes(4) + b"".join(encoded))
 
 
 def _decoded(data: bytes) -> _Store:

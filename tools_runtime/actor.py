@@ -175,7 +175,7 @@ class SharedActors:
         try:
             while True:
                 try:
-                    await self._handles[index].ready.remote()
+                    await self._handles[index].ready.remote(opened=False)
                     self._watch(index)
                     return
                 except RayActorError:

@@ -101,14 +101,19 @@ class ToolActor:
         host, port = self._door.sockets[0].getsockname()[:2]
         return host, port
 
-    async def ready(self) -> int:
+    async def ready(self, *, opened: bool = True) -> int:
         """Return its process id, once its tools can be called.
+
+        Args:
+            opened: whether to wait also until each tool was opened, so that it can be listed, or cannot be reached yet.
 
         Raises:
             ConfigError: a tool cannot work as configured.
         """
         self._attendance.attend()
-        await self._opened()
+        host = self._begun()
+        if opened:
+            await host.open()
         return os.getpid()
 
     async def run(
@@ -155,25 +160,26 @@ class ToolActor:
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """Wait for the result of an asynchronous call."""
-        return await (await self._opened()).executor.completion(program, call_id)
+        return await self._begun().executor.completion(program, call_id)
 
     async def offers(self, definitions: Mapping[str, Any] | None, tenant: str) -> list[ToolOffer] | str:
         """Return the tools that are known now, or the reason why those of the tenant's request are rejected."""
         self._attendance.begin()
         try:
-            return await (await self._opened()).offers(definitions, tenant)
+            return await self._begun().offers(definitions, tenant)
         except ToolRefused as refusal:
             return str(refusal)
         finally:
             self._attendance.end()
 
     async def _run(self, call: ToolCall, definitions: Mapping[str, Any] | None, resumed: bool) -> ToolResult:
-        return await (await self._opened()).run(call, definitions, resumed=resumed)
+        return await self._begun().run(call, definitions, resumed=resumed)
 
-    async def _opened(self) -> ToolHost:
+    def _begun(self) -> ToolHost:
+        """Return the host. Its tools are opened, or begin to be opened in the background."""
         if self._host is None:
             self._host = ToolHost(self._config, observe=self._metrics.record)
-        await self._host.open()
+        self._host.begin()
         return self._host
 
     def _is_unattended(self) -> bool:

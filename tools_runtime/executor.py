@@ -169,13 +169,8 @@ class ToolTable:
             self._users -= 1
 
     async def open(self) -> None:
-        """Open the kinds of its own entries.
-
-        Raises:
-            ConfigError: one cannot work as configured.
-        """
-        for entry in self.own:
-            await entry.kind.open()
+        """Open the kinds of its own entries, at the same time."""
+        await asyncio.gather(*(entry.kind.open() for entry in self.own))
 
     async def aclose(self) -> None:
         """Close the kinds of its own entries, at the same time."""

@@ -203,6 +203,9 @@ def _text(definitions: Mapping[str, Any]) -> str:
 REQUEST = "request"
 """The name under which tools that requests bring are counted."""
 
+OPENING_S = 10.0
+"""Longest wait in seconds, from when the configured tools begin to be opened, before the known tools are listed."""
+
 REFRESH_S = 1.0
 """Longest wait in seconds for a configured server to be reached again, before the known tools are listed."""
 
@@ -230,12 +233,14 @@ class ToolHost:
     ) -> None:
         self._tools = configured(config)
         clock = clock or LoopClock()
+        self._clock = clock
         self._request_tools = RequestTables(config, self._tools, clock)
         self._observe = observe
         self._longest_listing_s = config.max_request_deadline_s
         self._refreshing: dict[str, asyncio.Task[None]] = {}
-        self._opening = asyncio.Lock()
-        self._open = False
+        self._opening: asyncio.Task[None] | None = None
+        self._listed_from_s = 0.0
+        """When listings stop waiting for ``_opening``, on the clock."""
         self.executor = ToolExecutor(
             self._tools,
             clock,
@@ -244,16 +249,20 @@ class ToolHost:
             observe=self._observed,
         )
 
-    async def open(self) -> None:
-        """Open the configured tools. Further calls do nothing.
+    def begin(self) -> "asyncio.Task[None]":
+        """Begin to open the configured tools, all at once, and return the task. Further calls return the same task.
 
-        Raises:
-            ConfigError: one cannot work as configured.
+        No call of a tool waits for it. If it failed, it begins again.
         """
-        async with self._opening:
-            if not self._open:
-                await self._tools.open()
-                self._open = True
+        opening = self._opening
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
+            opening = self._opening = asyncio.create_task(self._tools.open(), name="open tools")
+            self._listed_from_s = self._clock.now_s() + OPENING_S
+        return opening
+
+    async def open(self) -> None:
+        """Open the configured tools. Further calls do nothing."""
+        await asyncio.shield(self.begin())
 
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
@@ -295,8 +304,10 @@ class ToolHost:
     async def _refresh(self) -> None:
         """Connect to configured servers that were not reachable or whose tools have changed.
 
-        It waits for REFRESH_S at most.
+        It waits for REFRESH_S at most, after OPENING_S at most where the tools are opened for the first time.
         """
+        if self._opening is not None and not self._opening.done():
+            await asyncio.wait({self._opening}, timeout=max(0.0, self._listed_from_s - self._clock.now_s()))
         for entry in self._tools.own:
             if entry.name not in self._refreshing:
                 self._refreshing[entry.name] = asyncio.create_task(self._reach(entry))
@@ -323,6 +334,9 @@ class ToolHost:
 
     async def aclose(self) -> None:
         """End all calls, then close all tools."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         for task in list(self._refreshing.values()):
             task.cancel()
         await self.executor.aclose()

@@ -115,8 +115,7 @@ class ToolKind(Protocol):
     async def open(self) -> None:
         """Prepare what can be prepared before the first call. A tool that cannot be reached yet is no error.
 
-        Raises:
-            ConfigError: the configuration cannot work.
+        Calls do not wait for it. A call that comes before its end prepares what it needs itself.
         """
         ...
 

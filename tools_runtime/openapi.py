@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import yaml
 from pydantic_core import from_json, to_json
@@ -79,36 +79,48 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """A loader that makes plain values only. The one in C is ten times as fast."""
 
 
-async def read_operation(text: str, operation_id: str, server: str | None, base_url: str | None) -> Operation:
+async def read_operation(
+    text: str, operation_id: str, server: str | None, base_url: str | None, *, same_origin: bool
+) -> Operation:
     """Return an operation of a document that may be hostile; see `find_operation`.
 
     Raises:
         ConfigError: it is no document, it costs too much, or the operation cannot be used.
     """
-    operation = await asyncio.to_thread(_in_json, text, operation_id, server, base_url)
+    operation = await asyncio.to_thread(_in_json, text, operation_id, server, base_url, same_origin)
     if operation is None:
         async with _workers:
-            operation = await _in_worker(text, operation_id, server, base_url)
+            operation = await _in_worker(text, operation_id, server, base_url, same_origin)
     return operation
 
 
 _workers = asyncio.Semaphore(WORKERS)
 
 
-def _in_json(text: str, operation_id: str, server: str | None, base_url: str | None) -> Operation | None:
+def _in_json(
+    text: str, operation_id: str, server: str | None, base_url: str | None, same_origin: bool
+) -> Operation | None:
     try:
         document = from_json(text)
     except ValueError:
         return None
-    return find_operation(document, operation_id, server, base_url)
+    return find_operation(document, operation_id, server, base_url, same_origin=same_origin)
 
 
-async def _in_worker(text: str, operation_id: str, server: str | None, base_url: str | None) -> Operation:
+async def _in_worker(
+    text: str, operation_id: str, server: str | None, base_url: str | None, same_origin: bool
+) -> Operation:
     environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PATH") if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
     argv = [sys.executable, "-m", "tools_runtime.openapi_worker"]
     child = await spawn(argv, environment, feed=True, join_errors=False)
-    asked = {"text": text, "operation_id": operation_id, "server": server, "base_url": base_url}
+    asked = {
+        "text": text,
+        "operation_id": operation_id,
+        "server": server,
+        "base_url": base_url,
+        "same_origin": same_origin,
+    }
     try:
         assert child.process.stdin is not None
         with suppress(ConnectionError):  # that it died shows when its answer is read
@@ -127,7 +139,15 @@ async def _in_worker(text: str, operation_id: str, server: str | None, base_url:
     return Operation(**{**found, "header_names": frozenset(found["header_names"])})
 
 
-def find_operation(document: Any, operation_id: str, server: str | None, base_url: str | None) -> Operation:
+def origin(url: str) -> tuple[str, str]:
+    """Return the scheme and the authority of a URL, without the scheme's own port."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}.get(parts.scheme, ""))
+
+
+def find_operation(
+    document: Any, operation_id: str, server: str | None, base_url: str | None, *, same_origin: bool = False
+) -> Operation:
     """Return the operation ``operation_id``.
 
     Args:
@@ -135,15 +155,18 @@ def find_operation(document: Any, operation_id: str, server: str | None, base_ur
         operation_id: the id of the operation.
         server: URL of the server. None is the document's first.
         base_url: URL of the document, for a server that is relative to it. None: the document is a file.
+        same_origin: whether only a server of the document counts that has the origin of ``base_url``.
 
     Raises:
-        ConfigError: there is no such operation or no server, or a reference leads to another document.
+        ConfigError: there is no such operation or no server, its path has another host, or a reference leads to another
+            document.
     """
     try:
         path, method, shared, operation = _find(document, operation_id)
+        if not path.startswith("/"):
+            raise ConfigError(f"the path {path!r} does not begin with '/', so that it could change the server")
         if server is None:
-            server = str(document["servers"][0]["url"])
-            server = urljoin(base_url, server) if base_url else server
+            server = _server(document, base_url, same_origin)
         if not server.startswith(("http://", "https://")):
             raise ConfigError(f"the server {server!r} is not an absolute URL; set openapi.server")
         if PLACEHOLDER.search(server):
@@ -153,6 +176,22 @@ def find_operation(document: Any, operation_id: str, server: str | None, base_ur
         return _operation(server.rstrip("/") + path, method, operation, parameters, inline)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"the OpenAPI operation {operation_id!r} cannot be used: {error!r}") from error
+
+
+def _server(document: Any, base_url: str | None, same_origin: bool) -> str:
+    servers = [str(server["url"]) for server in document["servers"]]
+    if base_url is None:
+        return servers[0]
+    servers = [urljoin(base_url, server) for server in servers]
+    if not same_origin:
+        return servers[0]
+    own = next((server for server in servers if origin(server) == origin(base_url)), None)
+    if own is None:
+        raise ConfigError(
+            f"the document has no server at {'://'.join(origin(base_url))}, and the configured headers are not sent to"
+            " another host that it chooses; set openapi.server"
+        )
+    return own
 
 
 def _find(document: Any, operation_id: str) -> tuple[str, str, list[Any], dict[str, Any]]:

@@ -33,8 +33,8 @@ def main() -> None:
     sys.stdout.write(text)
 
 
-def _found(text: str, operation_id: str, server: str | None, base_url: str | None) -> dict[str, Any]:
-    found = find_operation(read_document(text), operation_id, server, base_url)
+def _found(text: str, operation_id: str, server: str | None, base_url: str | None, same_origin: bool) -> dict[str, Any]:
+    found = find_operation(read_document(text), operation_id, server, base_url, same_origin=same_origin)
     return {
         "method": found.method,
         "url": found.url,

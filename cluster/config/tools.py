@@ -85,11 +85,13 @@ class OpenApiOperation(Section):
     """One operation of an OpenAPI 3 document."""
 
     document: str = Field(min_length=1)
-    """Path or URL of the document, in JSON or YAML."""
+    """Path or URL of the document, in JSON or YAML. The request for it has the tool's headers only if `server` is null
+    or has the same scheme, host and port."""
     operation: str = Field(min_length=1)
     """The operationId of the operation."""
     server: str | None = None
-    """Base URL of the requests. null: the document's first server."""
+    """Base URL of the requests. null: the document's first server; if the tool has headers and the document is behind
+    a URL, the first server with the scheme, host and port of the document. Set it if there is no such server."""
 
 
 class HttpTool(ToolSection):
@@ -155,8 +157,8 @@ class CommandTool(ToolSection):
     open_files: int = Field(256, ge=16)
     """Maximum number of open files of each process."""
     allow_unsandboxed: bool = False
-    """Whether to run the command without the sandbox where bubblewrap is missing. It then has the limits, but also the
-    network and access to all files."""
+    """Whether to run the command without the sandbox where bubblewrap is missing or reports that it cannot make one.
+    The command then has the limits, but also the network and access to all files."""
 
     @model_validator(mode="after")
     def _one_command(self) -> Self:

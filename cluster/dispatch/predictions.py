@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, Protocol, Self
 
 from ray.serve.handle import DeploymentHandle
@@ -44,12 +45,18 @@ class PredictedTurn(Protocol):
         """Return the identity of the turn's program, with the prediction."""
         ...
 
-    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
+    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None, refused: bool = False) -> None:
         """Record the end of the turn. A second call does nothing.
 
-        ``output_tokens`` is None if the turn failed or was cancelled.
+        ``output_tokens`` is None if the turn failed or was cancelled. ``refused``: its request was invalid, so that it
+        never began.
         """
         ...
+
+
+def is_refusal(piece: object) -> bool:
+    """Return whether a piece of an answer says that the turn's request was invalid, so that it never began."""
+    return isinstance(piece, HttpError) and piece.status == HTTPStatus.BAD_REQUEST
 
 
 class NullPrediction:
@@ -62,7 +69,7 @@ class NullPrediction:
         """Return the identity as the client sent it."""
         return self._identity
 
-    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
+    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None, refused: bool = False) -> None:
         """Ignore the end of the turn, since nothing was predicted."""
 
 
@@ -213,6 +220,7 @@ class Predictions:
         *,
         output_tokens: int | None,
         prompt_tokens: int | None,
+        refused: bool,
     ) -> None:
         """Record the end of a turn."""
         now_s = self._clock.now_s()
@@ -221,7 +229,11 @@ class Predictions:
             self._last[turn.key] = prediction
             if len(self._last) > MAX_PROGRAMS:
                 self._last.popitem(last=False)
-        self.learn(self.history.ended(turn, context, now_s, output_tokens=output_tokens, prompt_tokens=prompt_tokens))
+        self.learn(
+            self.history.ended(
+                turn, context, now_s, output_tokens=output_tokens, prompt_tokens=prompt_tokens, refused=refused
+            )
+        )
 
     def learn(self, news: list[Observation]) -> None:
         """Pass observations of turns to the client."""
@@ -276,7 +288,7 @@ class LiveTurn:
         self._prediction = await self._predictions.predict(self._context)
         return replace(self._identity, forecast=self._prediction)
 
-    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
+    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None, refused: bool = False) -> None:
         """Record the end of the turn. A second call does nothing."""
         if self._over:
             return
@@ -288,6 +300,7 @@ class LiveTurn:
                 self._prediction,
                 output_tokens=output_tokens if self._learns else None,
                 prompt_tokens=prompt_tokens,
+                refused=refused,
             )
         except Exception:  # a bug of ours costs what could have been learnt, and no turn
             logger.exception("nothing was learnt from a turn")
@@ -311,7 +324,9 @@ class WatchedAnswers:
 
     async def __anext__(self) -> bytes | HttpError:
         piece = await anext(self._relay)
-        if not isinstance(piece, HttpError) and ends_answer(piece):
+        if is_refusal(piece):
+            self._turn.over(output_tokens=None, refused=True)
+        elif not isinstance(piece, HttpError) and ends_answer(piece):
             # A turn without a token shows nothing.
             output_tokens = None if contains_error(piece) else self._relay.output_tokens or None
             self._turn.over(output_tokens=output_tokens, prompt_tokens=self._relay.prompt_tokens)

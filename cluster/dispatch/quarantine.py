@@ -85,8 +85,10 @@ class Quarantine:
         self._expiry_s = expiry_s
         self._shared = shared
         self._until_s: OrderedDict[str, float] = OrderedDict()
-        self._listed: OrderedDict[str, None] = OrderedDict()
-        """Requests that some ingress has added. The store knows whether they are still in quarantine."""
+        """The times at which requests of this ingress leave it, the earliest first."""
+        self._listed: OrderedDict[str, float] = OrderedDict()
+        """The latest times at which requests that some ingress has added leave it, the earliest first. The store knows
+        whether they have left it before."""
         self._follows = False
         """Whether ``_listed`` is up to date. Otherwise the store is asked for each request."""
 
@@ -102,9 +104,7 @@ class Quarantine:
                 continue
             entry, digests = found
             for digest in digests:
-                self._listed[digest] = None
-                if len(self._listed) > REMEMBERED:
-                    self._listed.popitem(last=False)
+                self._remember(self._listed, digest)
 
     async def check(self, digest_of_request: Callable[[], str]) -> None:
         """Check a request. Its digest is made only if some request is in quarantine.
@@ -112,27 +112,34 @@ class Quarantine:
         Raises:
             Quarantined: replicas died under it.
         """
-        if not self._until_s and (self._shared is None or (self._follows and not self._listed)):
+        now_s = self._clock.now_s()
+        for entries in (self._until_s, self._listed):
+            while entries and next(iter(entries.values())) <= now_s:
+                entries.popitem(last=False)
+        if not self._until_s and not self._asks_shared:
             return
         digest = digest_of_request()
-        until_s = self._until_s.get(digest)
-        if until_s is not None and until_s <= self._clock.now_s():
-            del self._until_s[digest]
-            until_s = None
-        if until_s is not None or await self._in_shared(digest):
+        if digest in self._until_s or await self._in_shared(digest):
             raise Quarantined("replicas died under this request; it is rejected for a while", code="quarantined")
 
     async def add(self, digest: str) -> None:
         """Reject this request from now on."""
-        self._until_s[digest] = self._clock.now_s() + self._expiry_s
-        self._until_s.move_to_end(digest)
-        if len(self._until_s) > REMEMBERED:
-            self._until_s.popitem(last=False)
+        self._remember(self._until_s, digest)
         if self._shared is not None:
             await self._shared.quarantine(digest, self._expiry_s)
 
+    @property
+    def _asks_shared(self) -> bool:
+        """Whether the store may have to be asked for a request."""
+        return self._shared is not None and self._shared.healthy and not (self._follows and not self._listed)
+
+    def _remember(self, entries: OrderedDict[str, float], digest: str) -> None:
+        entries[digest] = self._clock.now_s() + self._expiry_s
+        entries.move_to_end(digest)
+        if len(entries) > REMEMBERED:
+            entries.popitem(last=False)
+
     async def _in_shared(self, digest: str) -> bool:
-        shared = self._shared
-        if shared is None or (self._follows and digest not in self._listed):
+        if self._shared is None or not self._asks_shared or (self._follows and digest not in self._listed):
             return False
-        return shared.healthy and bool(await shared.is_quarantined(digest))
+        return bool(await self._shared.is_quarantined(digest))

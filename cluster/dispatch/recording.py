@@ -149,11 +149,16 @@ class Recordings:
         check_recordable(body, identity)
         head = TurnHead(request, method, str(body.get("model")), identity.parent_id, time())
         where, key = (identity.tenant, str(identity.program_id)), uuid4().bytes
+        undo = partial(self._undo, *where, head, key)
         try:
             begun = await self._begun(*where, head, key)
+        except asyncio.CancelledError:
+            self.counters[RecordOutcome.DROPPED] += 1
+            self._remove("dropped record", where[1], undo, LATE_WAIT_S)
+            raise
         except StoreUnavailable as error:
             self.counters[RecordOutcome.REJECTED] += 1
-            self._remove("rejected record", where[1], partial(self._undo, *where, head, key), LATE_WAIT_S)
+            self._remove("rejected record", where[1], undo, LATE_WAIT_S)
             message = "the turn cannot be recorded, since the store does not answer"
             raise Overloaded(message, code="store_unavailable", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(begun, FullMemory):
@@ -236,7 +241,7 @@ class Recordings:
         return await self.store.begin(tenant, program, head, key)
 
     async def _undo(self, tenant: str, program: str, head: TurnHead, key: bytes) -> None:
-        """Remove a turn that was rejected, since it may have begun in the store although no answer came."""
+        """Remove a rejected or cancelled turn, which may have begun in the store although no answer came."""
         if isinstance(begun := await self.store.begin(tenant, program, head, key), int):
             await self.store.drop(tenant, program, begun, key)
 

@@ -21,7 +21,7 @@ from cluster.core.turn import Continuation, TurnDone, TurnPiece
 from cluster.core.turn_address import TurnAddress
 from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import Calls, FailoverAttempts, prompt_tokens, turn_request
-from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
+from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers, is_refusal
 from cluster.dispatch.quarantine import Quarantine, digest_of
 from cluster.dispatch.recording import RecordedAnswers, Recording, Recordings
 from cluster.dispatch.turn_client import TurnClient
@@ -220,6 +220,7 @@ class ReplicaClient:
                 recording = await recordings.begin(TURN, body, identity, sent[REQUEST_ID])
             async for batch in stream:
                 if isinstance(batch, HttpError):
+                    turn.over(output_tokens=None, refused=is_refusal(batch))
                     yield batch
                     break
                 if isinstance(last := batch[-1], TurnDone):

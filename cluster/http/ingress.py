@@ -537,8 +537,10 @@ class ProgramIngress(Administration):
         return await self._token_records.delete(caller_of(request).tenant, program_id, last_turn)
 
     async def tools(self, request: Request) -> Response:
-        """List the registered tools that the caller may use, with the run times and queue times of each."""
-        return await self._tools.list(caller_of(request).tenant)
+        """List the registered tools that the caller may use, with the run times and queue times of each. Keys with the
+        role `admin` also get those of each class of calls (`argument_class`).
+        """
+        return await self._tools.list(caller_of(request))
 
     async def metrics(self) -> Response:
         """Return Caesura's and vLLM's metrics of the whole cluster, in Prometheus's text format."""

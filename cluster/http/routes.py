@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.validation import validated
+from cluster.auth.keys import Caller, Role
 from cluster.core.errors import BadRequest, ReplicaGone
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.replica_clients import ReplicaClients
@@ -122,15 +123,17 @@ class ToolRoutes:
         self._offers = offers
         self._durations = durations
 
-    async def list(self, tenant: str) -> Response:
-        """List the registered tools that a tenant may use, each with its durations by class of call.
+    async def list(self, caller: Caller) -> Response:
+        """List the registered tools that the caller's tenant may use, each with its durations.
 
-        `overall` has the durations of all calls.
+        `overall` has the durations of all calls. Administrators also see the durations by class of call, because the
+        classes are words of the arguments of all tenants.
 
         Raises:
             Overloaded: the tool runtime does not answer.
         """
-        offered = await self._offers(tenant, None)
+        offered = await self._offers(caller.tenant, None)
+        classes = caller.may(Role.ADMIN)
         known = self._durations()
         data = [
             {
@@ -139,7 +142,7 @@ class ToolRoutes:
                 "owner": one.label,
                 "read_only": one.read_only,
                 "unusable": one.unusable,
-                "durations": [_public(each) for each in known if _belongs(each.name, one.name)],
+                "durations": [_public(each) for each in known if _belongs(each.name, one.name, classes=classes)],
             }
             for one in offered
         ]
@@ -147,8 +150,8 @@ class ToolRoutes:
         return JSONResponse({"object": "list", "data": data, "overall": overall})
 
 
-def _belongs(known_as: str, tool: str) -> bool:
-    return known_as == tool or known_as.startswith(tool + CLASS)
+def _belongs(known_as: str, tool: str, *, classes: bool) -> bool:
+    return known_as == tool or (classes and known_as.startswith(tool + CLASS))
 
 
 def _public(duration: ToolDuration) -> dict[str, Any]:

@@ -283,9 +283,9 @@ class _TracedTurn:
         attributes = {"caesura.replica": replica, "caesura.reason": reason or "ray"}
         self._span.add_event("placed", attributes, self._began.later_ns())
 
-    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
+    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None, refused: bool = False) -> None:
         """End the span. Only the first call has an effect."""
-        self._turn.over(output_tokens=output_tokens, prompt_tokens=prompt_tokens)
+        self._turn.over(output_tokens=output_tokens, prompt_tokens=prompt_tokens, refused=refused)
         if self._over:
             return
         self._over = True

@@ -103,7 +103,7 @@ class ExpectedTurn(Protocol):
         """Return the identity of the turn."""
         ...
 
-    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
+    def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None, refused: bool = False) -> None:
         """Record the end of the turn; ``output_tokens`` None: the answer is incomplete. Only the first call has an
         effect.
         """

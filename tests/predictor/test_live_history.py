@@ -31,10 +31,12 @@ class Door:
         self.history = LiveHistory(**({"max_programs": 100, "idle_s": 1000.0} | bounds))
         self.seen: list[Observation] = []
 
-    def turn(self, arrived: Arrived, at_s: float, until_s: float, output: int | None) -> TurnContext:
+    def turn(
+        self, arrived: Arrived, at_s: float, until_s: float, output: int | None, *, refused: bool = False
+    ) -> TurnContext:
         context, news = self.history.arrived(arrived, at_s)
         self.seen += news
-        self.seen += self.history.ended(arrived, context, until_s, output_tokens=output)
+        self.seen += self.history.ended(arrived, context, until_s, output_tokens=output, refused=refused)
         return context
 
     def of(self, kind: type) -> list[Any]:
@@ -235,6 +237,42 @@ def test_a_failed_turn_teaches_nothing() -> None:
     door.turn(arrives([USER]), 0.0, 1.0, output=None)
     door.turn(arrives([USER], last=True), 2.0, 3.0, output=9)
     assert [one.outcome.output_tokens for one in door.of(TurnSeen)] == [9]
+
+
+def test_a_program_whose_last_turn_failed_may_have_had_more_work() -> None:
+    """As one whose client gave up under overload."""
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives(LOOKED), 2.0, 3.0, output=None)
+    door.seen += door.history.sweep(2000.0)
+    assert len(door.history) == 0
+    assert [(one.outcome.tool, one.outcome.last) for one in door.of(TurnSeen)] == [("look", False)]
+    assert door.of(ProgramSeen) == []
+
+
+@pytest.mark.parametrize("by", ["its bound", "its end"])
+def test_a_program_that_is_forgotten_during_a_turn_has_more_work(by: str) -> None:
+    door = Door(max_programs=1)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.history.arrived(arrives(LOOKED), 2.0)
+    if by == "its end":
+        door.seen += door.history.program_ended("t/p")
+    else:
+        door.turn(arrives([USER], key="t/other"), 3.0, 4.0, output=None)
+    assert door.of(ProgramSeen) == []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_turn_that_was_refused_is_no_work_of_its_program(alone: bool) -> None:
+    """As one whose context has become too long: its client ends, or goes on with a shorter one."""
+    door = Door(alone=alone)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([*LOOKED, RESULT]), 2.0, 3.0, output=None, refused=True)
+    again = door.turn(arrives(LOOKED), 4.0, 5.0, output=5)
+    door.turn(arrives(EDITED), 6.0, 7.0, output=None, refused=True)
+    assert again.position == 1
+    door.seen += door.history.program_ended("t/p")
+    assert [list(one.remaining) for one in door.of(ProgramSeen)] == [[(20 + 5, 1), (0, 0)]]
 
 
 def test_turns_that_were_seen_elsewhere_are_estimated_and_not_learnt_from() -> None:

@@ -1,5 +1,6 @@
 """Predictors that share what they learn, through a real Redis."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from cluster.core.clock import ManualClock
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.predictor_state import PredictorStateStore
+from predictor_service import level_counts
 from predictor_service.model import TurnContext, TurnOutcome, TurnSeen
-from predictor_service.predictor import Predictor
+from predictor_service.predictor import Predictor, readable
 from predictor_service.shared import SharedPredictor
 from predictor_service.statistics_model import StatisticsModel
 
@@ -73,6 +75,37 @@ async def test_what_a_writer_cannot_be_read_of_is_left_out_and_the_rest_is_taken
         assert await reader.exchange()
     assert reader.unreadable == 1
     assert expected(reader) == expected(good)
+
+
+async def test_large_statistics_are_encoded_in_steps_between_which_more_is_learnt(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop serves requests meanwhile."""
+    monkeypatch.setattr(level_counts, "ROWS", 2)
+    monkeypatch.setattr(level_counts, "OLDEST", 1)
+    writer, reader = make("writer"), make("reader")
+    writer.learn([LONG] * 50)
+    writer.learn([TurnSeen(TurnContext(source=f"t{number}"), TurnOutcome(10, "look")) for number in range(30)])
+    for table in (*writer.predictor.statistics._histograms.values(), writer.predictor.statistics._tools):
+        table._most = len(table._own)
+    steps = 0
+
+    async def learn_meanwhile() -> None:
+        nonlocal steps
+        while True:
+            steps += 1
+            writer.learn([TurnSeen(TurnContext(source=f"new{steps}"), TurnOutcome(10, "look")), LONG])
+            await asyncio.sleep(0)
+
+    encoding = asyncio.create_task(writer._own())
+    learning = asyncio.create_task(learn_meanwhile())
+    part = await encoding
+    learning.cancel()
+    assert steps > 30
+    assert part is not None and readable(part)
+    assert await writer.exchange()
+    assert await reader.exchange()
+    assert expected(reader) == expected(writer), "what was learnt meanwhile is written with the next exchange"
 
 
 async def test_who_has_learnt_nothing_writes_nothing(make: Make) -> None:

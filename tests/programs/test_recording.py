@@ -273,6 +273,40 @@ async def test_a_dropped_turn_is_removed_though_its_ingress_ends(steps: int) -> 
     assert [done[0] for done in store.did] == ["begin", "drop", "close"]
 
 
+class SlowStore(Store):
+    """It has begun a turn, and its answer does not come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = True
+
+    async def begin(self, tenant: str, program: str, head: Any, key: bytes) -> int | FullMemory:
+        number = await super().begin(tenant, program, head, key)
+        if self.slow:
+            await asyncio.Event().wait()
+        return number
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_turn_whose_client_leaves_while_its_record_begins_is_removed(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "LATE_WAIT_S", 0.0)
+    store = SlowStore()
+    answers, recordings = turn(store, DONE)
+    client = asyncio.create_task(taken(answers))
+    await until(lambda: store.did)
+    store.slow = False
+    client.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    if ends:
+        await recordings.aclose()
+    await until(lambda: ("drop", "default", "p", 7) in store.did)
+    assert [done[0] for done in store.did[:3]] == ["begin", "begin", "drop"]
+    assert recordings.counters[RecordOutcome.DROPPED] == 1
+
+
 class HangingStore(Store):
     """Its first removal gets no answer."""
 

@@ -22,6 +22,7 @@ from cluster.observing.meter import Meter
 from cluster.observing.recorders import PredictionMetrics
 from cluster.store.predictor_state import PredictorStateStore
 from predictor_service.client import PredictionClient
+from predictor_service.model import Observation, ProgramSeen
 from predictor_service.predictor import Predictor
 from predictor_service.shared import SharedPredictor
 from predictor_service.statistics_model import StatisticsModel
@@ -173,6 +174,17 @@ async def test_of_a_turn_that_failed_nothing_is_learnt(door: Door, pieces: Piece
     await door.turn(LAST, SECOND, Pieces(HttpError("no", status=500)))
     assert door.compared == {"output_tokens": 0, "pause_s": 0}
     assert door.predictor.to_bytes() == before
+
+
+@pytest.mark.parametrize(("status", "learnt"), [(400, True), (422, False), (500, False), (503, False)])
+async def test_a_program_ends_with_a_turn_that_is_refused_and_not_with_one_that_fails(
+    door: Door, status: int, learnt: bool
+) -> None:
+    """A prompt that is too long ends its program. A failure hides the work that was left."""
+    await door.turn(PROGRAM, FIRST, stream(40))
+    await door.turn(PROGRAM, SECOND, Pieces(HttpError("no", status=status)))
+    seen: list[Observation] = door.predictions.history.sweep(1000.0)
+    assert [type(one) for one in seen] == [ProgramSeen] * learnt
 
 
 async def test_of_a_stream_that_ends_with_an_error_nothing_is_learnt(door: Door) -> None:

@@ -114,6 +114,36 @@ async def test_an_ingress_that_cannot_follow_asks_for_each_request() -> None:
     following.cancel()
 
 
+def no_digest() -> str:
+    raise AssertionError("a digest of 8 MB takes the event loop 20 ms")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_no_digest_is_made_when_nothing_is_in_quarantine_any_more(listed: bool) -> None:
+    clock, shared = ManualClock(), Shared()
+    quarantine, other = Quarantine(clock, 600.0, shared), Quarantine(clock, 600.0, shared)
+    await other.add("old")
+    following = asyncio.create_task(quarantine.follow())
+    await asyncio.sleep(0)
+    for digest in ("a", "b"):
+        await (other if listed else quarantine).add(digest)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        clock.advance(300.0)
+    with pytest.raises(Quarantined):
+        await quarantine.check(lambda: "b")
+    clock.advance(300.0)
+    await quarantine.check(no_digest)
+    following.cancel()
+
+
+async def test_no_digest_is_made_for_a_store_that_does_not_answer() -> None:
+    shared = Shared()
+    quarantine = Quarantine(ManualClock(), 600.0, shared)
+    shared.healthy = False
+    await quarantine.check(no_digest)
+
+
 async def test_what_is_remembered_is_bounded() -> None:
     quarantine = Quarantine(ManualClock(), 600.0)
     for number in range(REMEMBERED + 1):

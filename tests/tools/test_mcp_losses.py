@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import httpx2
+import mcp_types as types
 import pydantic_core
 import pytest
 
@@ -36,6 +37,8 @@ class Losses:
         self.of = ""
         self.outcome: Exception | str | None = None
         """An error, or the media type of an answer that breaks off. None: the requests are sent."""
+        self.mismatched = False
+        """Whether the next such request is answered with HEADER_MISMATCH, before the outcome applies."""
         self.lost = 0
         send = httpx2.AsyncHTTPTransport.handle_async_request
 
@@ -44,6 +47,10 @@ class Losses:
             wanted = self.of in (message.get("method"), message.get("params", {}).get("name"))
             if self.outcome is None or not wanted:
                 return await send(transport, request)
+            if self.mismatched:
+                self.mismatched = False
+                error = {"code": types.HEADER_MISMATCH, "message": "headers"}
+                return httpx2.Response(200, json={"jsonrpc": "2.0", "id": message["id"], "error": error})
             self.lost += 1
             if isinstance(self.outcome, Exception):
                 raise self.outcome
@@ -89,6 +96,20 @@ async def test_a_lost_call_takes_no_other_with_it(
     gate.touch()
     assert ((await other).outcome, (await other).text) == (Outcome.OK, "open")
     assert (await ask(host, "add", {"a": 1, "b": 1})).text == "2"
+
+
+@pytest.mark.parametrize(("loss", "text"), CASES.values(), ids=CASES.keys())
+async def test_a_call_that_is_lost_when_it_is_repeated_is_lost_as_any_other(
+    host: ToolHost, losses: Losses, loss: Exception | str, text: str
+) -> None:
+    """It is repeated where the server wants other headers."""
+    before = kind(host)._connected
+    losses.of, losses.outcome, losses.mismatched = "add", loss, True
+    result = await ask(host, "add", {"a": 1, "b": 1})
+    assert (result.text, losses.lost) == (text, 1)
+    losses.outcome = None
+    assert (await ask(host, "add", {"a": 1, "b": 1})).text == "2"
+    assert (kind(host)._connected is before) == ("compressed" in text or "not public" in text)
 
 
 async def test_a_connection_whose_call_was_lost_is_made_again_when_no_call_needs_it(

@@ -16,6 +16,7 @@ from tests.tools.servers.http_server import OPENAPI
 from tests.waiting import WITHIN_S
 from tools_runtime.kinds import http
 from tools_runtime.kinds.http import HttpKind
+from tools_runtime.openapi import origin
 
 OTHER = OPENAPI.replace("putItem", "getItem")
 
@@ -49,13 +50,15 @@ class Documents:
         self._stack, self._clock = stack, clock
         self.document = ""
         self.fetched = 0
+        self.heads: list[str] = []
+        """What each request for the document says before its body."""
 
     async def open(self) -> None:
         server = await self._stack.enter_async_context(await asyncio.start_server(self._answer, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/openapi"
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
         self.fetched += 1
         body = self.document.encode()
         head = (
@@ -65,10 +68,14 @@ class Documents:
         await writer.drain()
         writer.close()
 
-    def kind(self, document: str, **bounds: Any) -> HttpKind:
+    def kind(
+        self, document: str, *, server: str | None = None, headers: dict[str, str] | None = None, **bounds: Any
+    ) -> HttpKind:
         self.document = document
-        openapi = {"document": self.url, "operation": "putItem"}
-        config = HttpTool.model_validate({"kind": "http", "openapi": openapi, "private_addresses": True})
+        openapi = {"document": self.url, "operation": "putItem", "server": server}
+        config = HttpTool.model_validate(
+            {"kind": "http", "openapi": openapi, "headers": headers or {}, "private_addresses": True}
+        )
         kind = HttpKind("t", config, clock=self._clock, **bounds)
         self._stack.push_async_callback(kind.aclose)
         return kind
@@ -153,7 +160,7 @@ async def test_a_document_that_cannot_be_used_is_read_again_after_a_while(
 async def test_a_document_that_takes_too_long_is_read_again_after_a_while(
     documents: Documents, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def read(*_: object) -> None:
+    async def read(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
     kind = documents.kind(OPENAPI)
@@ -184,3 +191,59 @@ async def test_a_fetch_that_failed_is_tried_again(documents: Documents, monkeypa
     assert await said(kind) == "no connection"
     monkeypatch.setattr(kind, "_fetch", answer)
     assert await kind.tool("t") is not None
+
+
+SECRET = {"Authorization": "secret"}
+
+
+def served_by(*servers: str, path: str = "/items") -> str:
+    """A document of these servers."""
+    return json.dumps({
+        "servers": [{"url": server} for server in servers],
+        "paths": {path: {"get": {"operationId": "putItem"}}},
+    })  # fmt: skip
+
+
+async def test_a_document_of_another_host_is_fetched_without_the_headers(documents: Documents) -> None:
+    kind = documents.kind(OPENAPI, server="https://api.test", headers=SECRET)
+    assert await kind.tool("t") is not None
+    assert "secret" not in documents.heads[0]
+    request = kind._request({"id": 1})
+    assert (request.url.host, request.headers["Authorization"]) == ("api.test", "secret")
+
+
+async def test_a_document_of_the_servers_own_host_is_fetched_with_the_headers(documents: Documents) -> None:
+    server = documents.url.replace("/openapi", "/api")
+    assert await documents.kind(OPENAPI, server=server, headers=SECRET).tool("t") is not None
+    assert await documents.kind(served_by("/api"), headers=SECRET).tool("t") is not None
+    assert [head.count("secret") for head in documents.heads] == [1, 1]
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+@pytest.mark.parametrize(
+    "server",
+    ["https://evil.test", "//evil.test", "{scheme}{host}@evil.test", "{scheme}{host}.evil.test", "https:{host}"],
+)
+async def test_a_document_does_not_choose_who_gets_the_headers(documents: Documents, form: str, server: str) -> None:
+    scheme, host = "http://", documents.url.removeprefix("http://").removesuffix("/openapi")
+    document = served_by(server.format(scheme=scheme, host=host))
+    document = yaml.safe_dump(json.loads(document)) if form == "yaml" else document
+    assert await said(documents.kind(document, headers=SECRET)) == (
+        f"the document has no server at {scheme}{host}, and the configured headers are not sent to another host that it"
+        " chooses; set openapi.server"
+    )
+    document = served_by("https://evil.test", documents.url.replace("/openapi", "/v1"))
+    kind = documents.kind(document, headers=SECRET)
+    assert await kind.tool("t") is not None
+    assert kind._operation.url == f"{scheme}{host}/v1/items"
+
+
+@pytest.mark.parametrize("path", ["@evil.test/x", ".evil.test/x", ":81/x", "{id}/x", ""])
+async def test_a_path_does_not_change_the_host(documents: Documents, path: str) -> None:
+    kind = documents.kind(served_by(path=path), server="https://api.test", headers=SECRET)
+    assert "does not begin with '/'" in await said(kind)
+
+
+def test_an_origin_has_no_port_of_its_scheme() -> None:
+    assert origin("HTTPS://Api.Test:443/x?y") == origin("https://api.test/") == ("https", "api.test")
+    assert origin("https://api.test:80") != origin("https://api.test") != origin("http://api.test")

@@ -1,6 +1,7 @@
 """Commands in real sandboxes: what they can reach, how much they get, and how they end."""
 
 import asyncio
+import errno
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from cluster.core.errors import ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolResult
 from tests.waiting import until
 from tools_runtime.host import ToolHost
+from tools_runtime.kinds import command as command_kind
 from tools_runtime.kinds.command import command_line
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
@@ -170,6 +172,77 @@ async def test_without_a_sandbox_it_runs_with_limits_where_that_is_allowed(no_bw
     allowed = {"allow_unsandboxed": True, "open_files": 33}
     assert (await bash("ulimit -n; sleep 161803 & ", **allowed)).text == "33\n"
     assert sleepers("161803") == [], "nothing is left running"
+
+
+def fake_bwrap(body: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Put a bubblewrap into the path that the shell script ``body`` replaces while the returned file exists."""
+    real, busy = shutil.which("bwrap"), tmp_path / "busy"
+    busy.touch()
+    script = tmp_path / "bwrap"
+    script.write_text(f'#!/bin/bash\nif [ -e {busy} ]; then {body}; fi\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    for part in (tmp_path, *tmp_path.parents[:3]):  # for a root that becomes nobody
+        part.chmod(0o755) if part != Path("/tmp") else None
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return busy
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "body",
+    [
+        "exec sleep 20",
+        "kill -KILL $$",
+        "echo 'bwrap: Creating new namespace failed: Resource temporarily unavailable'; exit 1",
+        "echo 'bwrap: Out of memory: Cannot allocate memory'; exit 1",
+    ],
+)
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_test_under_load_refuses_one_call_and_is_repeated(
+    body: str, allowed: bool, open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command_kind, "_CHECK_S", 0.5)
+    busy = fake_bwrap(body, monkeypatch, tmp_path)
+    host = await open_tools({"bash": {"kind": "command", "shell": True, "allow_unsandboxed": allowed}})
+    first = await host.run(ToolCall("a", "bash", {"command": "echo it ran"}))
+    assert (first.outcome, "it ran" in first.text) == (Outcome.REFUSED, False)
+    assert "the sandbox could not be tested, and the next call tests it again" in first.text
+    monkeypatch.setattr(command_kind, "_CHECK_S", 60.0)
+    busy.unlink()
+    second = await host.run(ToolCall("b", "bash", {"command": "id -u; ls /proc | grep -c '^[0-9]'"}))
+    assert (second.outcome, second.text.split()[0]) == (Outcome.OK, "65534")
+    assert int(second.text.split()[1]) < 8, "it ran in a sandbox"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_process_that_cannot_be_started_says_nothing_of_the_sandbox(
+    allowed: bool, open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as loaded:
+        loaded.setattr(asyncio, "create_subprocess_exec", fails)
+        host = await open_tools({"bash": {"kind": "command", "shell": True, "allow_unsandboxed": allowed}})
+    result = await host.run(ToolCall("a", "bash", {"command": "id -u; ls /proc | grep -c '^[0-9]'"}))
+    assert (result.outcome, result.text.split()[0]) == (Outcome.OK, "65534")
+    assert int(result.text.split()[1]) < 8, "it ran in a sandbox"
+
+
+@needs_bwrap
+async def test_a_bubblewrap_that_reports_that_it_cannot_is_not_tested_again(
+    open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    count = tmp_path / "count"
+    count.touch()
+    count.chmod(0o666)
+    body = f"echo x >> {count}; echo 'bwrap: No permissions to create new namespace'; exit 1"
+    fake_bwrap(body, monkeypatch, tmp_path)
+    host = await open_tools({"bash": {"kind": "command", "shell": True, "allow_unsandboxed": True}})
+    for call in ("a", "b"):
+        assert (await host.run(ToolCall(call, "bash", {"command": "echo it ran"}))).text == "it ran\n"
+    assert count.read_text() == "x\n"
 
 
 @pytest.mark.parametrize("text", ["--help", "-", "--", -1, "-f/etc/passwd"])

@@ -5,9 +5,11 @@ has at most `processes` times `memory_bytes`. Only the scratch directories (/tmp
 """
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ SHELL_PARAMETERS = {
 }
 
 _CHECK_S = 10.0
+"""Seconds within which bubblewrap must start a command when it is tested."""
+
+_SHORTAGES = (os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM))
+"""Errors of bubblewrap that pass: too many processes, or too little memory."""
 
 
 class CommandKind(SingleTool):
@@ -50,21 +56,25 @@ class CommandKind(SingleTool):
         self._bwrap = shutil.which("bwrap")
         self._prlimit = shutil.which("prlimit")
         self._setpriv = shutil.which("setpriv")
+        self._tested = False
+        """Whether it is known that there is a sandbox, or that there is none."""
         self._problem: str | None = None
         """The reason why there is no sandbox, or None if there is one."""
 
     async def open(self) -> None:
-        """Test the sandbox once."""
-        self._problem = await self._sandbox_problem()
+        """Test the sandbox. If the test cannot be run now, the first call runs it again."""
+        with suppress(ToolRefused):
+            await self._test_sandbox()
 
     async def run(self, invocation: Invocation) -> ToolOutput:
         """Run the command in a fresh sandbox.
 
         Raises:
-            ToolRefused: there is no sandbox, or the arguments make no command line.
+            ToolRefused: there is no sandbox, it cannot be tested now, or the arguments make no command line.
             ToolFailed: its exit status is not 0, or its output exceeded the cap and it was killed.
         """
         argv = command_line(self._config, invocation.arguments)
+        await self._test_sandbox()
         if self._problem is None:
             child = await spawn(self._sandboxed(argv), {})
         elif self._config.allow_unsandboxed:
@@ -91,26 +101,47 @@ class CommandKind(SingleTool):
     async def aclose(self) -> None:
         """Do nothing: nothing is kept between calls."""
 
+    async def _test_sandbox(self) -> None:
+        """Find out once whether there is a sandbox.
+
+        Raises:
+            ToolRefused: the test could not be run to its end, as on a machine under load. It says nothing of the
+                sandbox, and the next call tests again.
+        """
+        if not self._tested:
+            self._problem = await self._sandbox_problem()
+            self._tested = True
+
     async def _sandbox_problem(self) -> str | None:
+        """Return what is missing or what bubblewrap reports, or None if there is a sandbox.
+
+        Raises:
+            ToolRefused: see `_test_sandbox`.
+        """
         if self._bwrap is None:
             return "bubblewrap (bwrap) is not installed, so there is no sandbox"
         if self._prlimit is None:
             return "prlimit (util-linux) is not installed, so there is no sandbox with limits"
         if self._setpriv is None and os.geteuid() == 0:
             return "setpriv (util-linux) is not installed, so there is no sandbox with limits for root"
+        again = "the sandbox could not be tested, and the next call tests it again"
         try:
             child = await spawn(self._sandboxed(["true"]), {})
         except ToolRefused as refusal:
-            return f"{refusal}, so there is no sandbox"
+            raise ToolRefused(f"{again}: {refusal}") from refusal
         try:
             async with asyncio.timeout(_CHECK_S):
                 said, _ = await read_bounded(child.output, READ_BYTES)
                 status = await child.wait(leave_none=False)
         except TimeoutError:
-            return "bubblewrap does not answer, so there is no sandbox"
+            raise ToolRefused(f"{again}: bubblewrap did not answer within {_CHECK_S:g} s") from None
         finally:
             child.end()
         reason = said.decode(errors="replace").strip()[:200]
+        if status < 0:
+            raise ToolRefused(f"{again}: bubblewrap was ended by signal {-status}")
+        if status != 0 and any(shortage in reason for shortage in _SHORTAGES):
+            raise ToolRefused(f"{again}: {reason}")
         return None if status == 0 else f"bubblewrap does not work here ({reason}), so there is no sandbox"
 
     def _limits(self) -> list[str]:

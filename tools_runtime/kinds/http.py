@@ -26,7 +26,7 @@ from cluster.core.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknow
 from cluster.core.tools import ToolOffer
 from tools_runtime.addresses import Resolver
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, SingleTool, ToolOutput, unreported
-from tools_runtime.openapi import PLACEHOLDER, Operation, find_operation, read_document, read_operation
+from tools_runtime.openapi import PLACEHOLDER, Operation, find_operation, origin, read_document, read_operation
 from tools_runtime.processes import text_decoder
 
 MAX_DOCUMENT_BYTES = 8 << 20
@@ -177,11 +177,14 @@ class HttpKind:
         raise ToolFailed(self._unreadable, transient=is_transient)
 
     async def _operation_at(self, wanted: OpenApiOperation) -> Operation:
-        request = httpx.Request("GET", wanted.document, headers=self._headers)
+        server, document = wanted.server, wanted.document
+        # Without `server`, the document's own origin is the only one that gets the headers.
+        headers = self._headers if server is None or origin(server) == origin(document) else {}
+        request = httpx.Request("GET", document, headers=headers)
         fetched = await self._fetch(request, self._max_document_bytes)
         if fetched.truncated:
             raise ConfigError(f"the OpenAPI document is longer than {self._max_document_bytes} bytes")
-        return await read_operation(fetched.text, wanted.operation, wanted.server, wanted.document)
+        return await read_operation(fetched.text, wanted.operation, server, document, same_origin=bool(self._headers))
 
     def _request(self, arguments: Mapping[str, Any]) -> httpx.Request:
         operation = self._operation

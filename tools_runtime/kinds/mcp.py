@@ -169,15 +169,9 @@ class McpKind:
         """
         connection = await self._connection()
         try:
-            result = await self._unless_ended(connection, self._call(connection, invocation))
+            result = await self._answered(connection, invocation)
         except MCPError as error:
-            if error.code == types.HEADER_MISMATCH:
-                # Nothing was run: the server wants arguments in headers that its new listing names.
-                connection.stale.set()
-                await self._list(connection)
-                result = await self._unless_ended(connection, self._call(connection, invocation))
-            else:
-                raise self._mapped(connection, error) from error
+            raise self._mapped(connection, error) from error
         except pydantic.ValidationError as error:
             raise ToolFailed(f"the MCP server's answer is not one: {error.error_count()} faults") from error
         images = AnswerImages(kept=invocation.images and not result.is_error)
@@ -254,6 +248,17 @@ class McpKind:
             resolver = None if config.private_addresses else self._resolver
             transport = http_streams(config.url, self._headers, limits, config.deadline_s + 30, resolver)
         return Client(transport, mode=_MODES[config.protocol], cache=None)
+
+    async def _answered(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
+        try:
+            return await self._unless_ended(connection, self._call(connection, invocation))
+        except MCPError as error:
+            if error.code != types.HEADER_MISMATCH:
+                raise
+        # Nothing was run: the server wants arguments in headers that its new listing names.
+        connection.stale.set()
+        await self._list(connection)
+        return await self._unless_ended(connection, self._call(connection, invocation))
 
     async def _call(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
         # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
