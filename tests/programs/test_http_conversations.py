@@ -186,7 +186,7 @@ async def test_a_response_that_is_not_added_is_tried_anew(
     async def fails(self: conversations.Conversations, run: RunRequest) -> None:
         if failure == "the store did not answer":
             raise Overloaded("the store does not answer")
-        await self.append(run.spec.tenant, made.id, added([Message(role="user", content="meanwhile")]))
+        await self.add(run.spec.tenant, made.id, added([Message(role="user", content="meanwhile")]))
         await add(self, run)
 
     again: Any = {"conversation": made.id, "input": "one", "extra_headers": {"Idempotency-Key": failure}}
