@@ -542,6 +542,18 @@ class SlotLookup(AsyncLookupManager):
             self._tier.report_failure(Direction.READ, error)
             return [False] * len(keys)
 
+    def drain_results(self) -> None:
+        """Take the answers that have come. A chunk may have several, of which the first one counts.
+
+        Where the request that asked has ended, vLLM forgets the lookup although its answer is outstanding. The next
+        request asks again. vLLM's own method fails at the second answer.
+        """
+        while not self._pending_results.empty():
+            for key, found in self._pending_results.get():
+                state = self._lookup_state.get(key)
+                if state is not None and state.result is None:
+                    state.result = found
+
     def shutdown(self) -> None:
         """End the thread, if it does not hang."""
         self._lookup_queue.put(None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from cluster.core.clock import Clock, ManualClock, MonotonicClock
@@ -400,6 +400,29 @@ def test_where_all_threads_hang_both_directions_stall(slow: Slow) -> None:
     assert slow.after(STALL_S, writes=0) == []
     assert slow.after(1.0, writes=0) == ["stalled", "stalled"]
     assert not slow.tier.readable and not slow.tier.writable
+
+
+def test_a_lookup_that_was_given_up_and_is_repeated_may_be_answered_twice(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    [key] = context("p", 1)
+    write(tier, 1, "p", 1, saved_s=1.0)
+    find = tier._slots.find
+
+    def hanging(key: bytes) -> Path | None:
+        answers.wait(20.0)
+        return find(key)
+
+    monkeypatch.setattr(tier._slots, "find", hanging)
+    for request in ("fetch", "turn"):
+        assert tier.lookup(key, ReqContext(request)) is LookupResult.RETRY
+        tier._lookups.flush()
+        if request == "fetch":
+            tier.on_request_finished(ReqContext(request))
+    answers.set()
+    wait_until(lambda: tier._lookups._pending_results.qsize() == 2)
+    assert tier.lookup(key, ReqContext("turn")) is LookupResult.HIT
 
 
 # --- the value --------------------------------------------------------------------------------------------------------
