@@ -209,7 +209,7 @@ class AgentScheduler(LoadingScheduler):
             holds=self.holds,
             view=self.views.hold,
             program_of=lambda request: self.turns[request.request_id].key,
-            anything_runs=lambda: bool(self.running),
+            anything_runs=lambda: self.anything_runs,
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim if self.groups.prefixes_stay else None,
             note=self.gpu_times.evicted,

@@ -202,11 +202,26 @@ class LoadingScheduler(StoppedScheduler):
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
     It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
-    _update_waiting_for_remote_kv; and for preemptions running, num_waiting_for_streaming_input,
-    deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, _pause_state, _preempt_request.
+    _update_waiting_for_remote_kv, _inflight_prefills; and for preemptions running, num_waiting_for_streaming_input,
+    deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state,
+    _preempt_request.
     """
 
     groups: KvGroups
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.connector is not None:
+            self._find_remote = self.connector.get_num_new_matched_tokens
+            self.connector.get_num_new_matched_tokens = self._find_unless_preempted
+
+    def _find_unless_preempted(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Ask the connector what it can load of a turn. A turn that this step preempts loads in a later step.
+
+        vLLM's offloading connector fails if a turn is preempted and begins to load in the same step.
+        """
+        found: tuple[int | None, bool] = self._find_remote(request, local)
+        return (None, False) if found[0] and request.request_id in self.reset_preempted_req_ids else found
 
     def register_load(self, request: Request) -> None:
         """Register the load with vLLM and its connector."""
@@ -250,6 +265,12 @@ class LoadingScheduler(StoppedScheduler):
     def abort_load(self, request_id: str) -> None:
         """Abort a load. Its memory is freed when its transfer, if there is one, has ended."""
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def anything_runs(self) -> bool:
+        """Whether a turn runs, or will run as soon as its context is loaded."""
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return bool(self.running) or any(one.status is loading for one in self._inflight_prefills)
 
     @property
     def is_full(self) -> bool:
