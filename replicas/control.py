@@ -294,7 +294,7 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
     """End all holds, and empty the prefix cache and the host tier. It is not done while turns or the disk use them."""
-    if scheduler.swapping.disk_in_use:
+    if scheduler.swapping.uses_disk():
         return {"reset": False, "reason": "copies to or from the disk are under way"}
     if scheduler.reset_prefix_cache(reset_connector=True):
         return {"reset": True}
@@ -310,14 +310,18 @@ def _salt_kv(scheduler: AgentScheduler, salt: str) -> dict[str, Any]:
 
 
 def _settle(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds and loads. Answer whether nothing is copied any more into memory that turns own."""
+    """End all holds and loads. Answer whether nothing is copied any more, and whether only steps end what is.
+
+    Copies between the host and the disk end without steps.
+    """
     scheduler.reset_prefix_cache(reset_connector=False)
     scheduler.swapping.reset()
     loads = any(
         turn.status is RequestStatus.WAITING_FOR_REMOTE_KVS for queue in scheduler.waiting_queues for turn in queue
     )
     swapping = scheduler.swapping
-    return {"settled": not loads and not swapping.request_ids and not swapping.disk_in_use}
+    steps = loads or bool(swapping.request_ids)
+    return {"settled": not steps and not swapping.uses_disk(), "steps": steps}
 
 
 def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:

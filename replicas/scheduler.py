@@ -265,6 +265,8 @@ class AgentScheduler(LoadingScheduler):
 
     def has_requests(self) -> bool:
         """Return whether the engine has to step: for a request, or for a prompt that can be computed early."""
+        if self._pause_state is PauseState.PAUSED_ALL and not self.swapping.leaves:
+            return self.has_device_work
         return super().has_requests() or (self.early_prefill.ready and self._pause_state is PauseState.UNPAUSED)
 
     def expire_holds(self, now_s: float) -> None:

@@ -267,6 +267,18 @@ class LoadingScheduler(StoppedScheduler):
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     @property
+    def has_device_work(self) -> bool:
+        """Whether a step has to do anything on the device, or to free what ended. It is for an engine that is paused.
+
+        It excludes what moves between the host and the disk, which may hang.
+        """
+        offloading = getattr(self.connector, "connector_scheduler", None)
+        if not isinstance(offloading, OffloadingConnectorScheduler):
+            return bool(super().has_requests())
+        ended = self.finished_req_ids or any(one.is_finished() for one in self.requests.values())
+        return bool(ended or offloading._jobs)
+
+    @property
     def anything_runs(self) -> bool:
         """Whether a turn runs, or will run as soon as its context is loaded."""
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS

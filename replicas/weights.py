@@ -30,7 +30,8 @@ KEEP = {"mode": "keep", "clear_cache": False}
 
 SETTLE_ATTEMPTS = 200
 SETTLE_S = 0.05
-"""Number of short resumes in which copies from the host tier may end before an update, and the seconds of each."""
+"""Number of short waits in which copies between the tiers may end before an update, and the seconds of each. The engine
+steps in those in which turns load their contexts."""
 
 START_ATTEMPTS = 20
 START_WAIT_S = 0.5
@@ -185,11 +186,14 @@ class ReplicaWeights:
             UpstreamFailed: it did not end in time. Nothing was changed.
         """
         for _ in range(SETTLE_ATTEMPTS):
-            if (await self._call("settle"))["settled"]:
+            answer = await self._call("settle")
+            if answer["settled"]:
                 return
-            await self._resume()
+            if answer["steps"]:
+                await self._resume()
             await asyncio.sleep(SETTLE_S)
-            await self._pause()
+            if answer["steps"]:
+                await self._pause()
         raise UpstreamFailed("copies between the tiers do not end, so that the weights cannot be changed")
 
     def _salt(self, path: str) -> str:

@@ -129,7 +129,7 @@ class TieredCache(TieringOffloadingManager):
     """The manager of both tiers.
 
     It uses these names of vLLM's manager beside its interface: _req_state, _maybe_finalize_request, create_store_job,
-    _complete_promotion.
+    _complete_promotion, _process_finished_jobs.
 
     Args:
         host: the host tier.
@@ -190,6 +190,11 @@ class TieredCache(TieringOffloadingManager):
     def busy(self) -> bool:
         """Whether contexts are still to be written."""
         return bool(self._pending) or self.disk.writing
+
+    def uses_disk(self) -> bool:
+        """Process the transfers that have ended between two steps. Return whether any is still in progress."""
+        self._process_finished_jobs()
+        return self.disk.in_use
 
     def abandon_writes(self) -> None:
         """Begin no write of the contexts that are still to be written."""

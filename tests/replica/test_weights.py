@@ -51,7 +51,7 @@ def test_turns_under_way_keep_their_tokens_and_compute_their_context_again(
     waiting = submit(engine, "second", 5)
     before = scheduler.requests[first].num_output_tokens
     assert before > 0
-    assert dispatch(scheduler, "settle", {}) == {"settled": True}
+    assert dispatch(scheduler, "settle", {}) == {"settled": True, "steps": False}
     answer = dispatch(scheduler, "renew_kv", {"version": "other"})
     assert answer == {"tokens": {first: before, waiting: 0}}
     assert engine.free_blocks() == engine.shape.num_blocks - 1
