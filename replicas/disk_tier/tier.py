@@ -286,6 +286,7 @@ class DiskTier(SecondaryTierManager):
         """Begin to write chunks that were reserved."""
         transfer = self._begin(Direction.WRITE, job_metadata)
         victims, self._victims = self._victims, []
+        self._janitor.doom(victims)
         parts = self._parts(job_metadata, WRITERS)
         # The first part makes room.
         tasks = [self._task(self._write, transfer, part, victims if not part[0][0] else []) for part in parts]
@@ -361,14 +362,14 @@ class DiskTier(SecondaryTierManager):
     def _write(self, transfer: Transfer, part: Sequence[tuple[int, OffloadKey, int]], victims: Sequence[Path]) -> None:
         try:
             for path in victims:
-                path.unlink(missing_ok=True)
+                self._janitor.unlink(path)
             for _, key, row in part:
-                path, found = self._slots.own_file(key), self._slots.find(key)
-                if found == path:
-                    os.utime(path)
-                elif found is not None and self._files.link(found, path):
+                path = self._slots.own_file(key)
+                self._janitor.keep(path)
+                found = self._slots.find(key)
+                if found is not None and found != path and self._files.link(found, path):
                     transfer.linked.add(key)
-                else:
+                elif found != path or not _touched(path):
                     self._files.write(path, self._name_in_file(key), self._row(row))
                 transfer.done.add(key)
                 transfer.progress_s = self._clock.now_s()
@@ -525,6 +526,15 @@ class DiskTier(SecondaryTierManager):
 
     def _name_in_file(self, key: OffloadKey) -> bytes:
         return bytes(key) + self._slots.generation.encode()
+
+
+def _touched(path: Path) -> bool:
+    """Mark a file as used now. Return False if there is none."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class SlotLookup(AsyncLookupManager):
