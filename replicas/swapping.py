@@ -124,9 +124,10 @@ class Swapping:
         if self.cache is not None:
             if not groups.caching:
                 raise ConfigError("kv_transfer_config: the host tier needs prefix caching, which is off for this model")
-            self.cache.count_in(groups.main, groups.block_tokens, len(groups.groups))
+            counted = groups.main, groups.block_tokens, len(groups.groups)
+            self.cache.count_in(*counted)
             if self.disk is not None:
-                self.disk.disk.chunks.main = groups.main
+                self.disk.disk.count_in(*counted)
             touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost

@@ -80,7 +80,7 @@ class DiskTier(SecondaryTierManager):
     Args:
         spec: vLLM's offloading spec.
         rows: the host tier's memory, a row for each chunk.
-        chunk_tokens: tokens of a chunk.
+        chunk_tokens: tokens of a chunk in the first KV cache group. `count_in` sets those of another one.
         slots: the folders.
         capacity_bytes: size of all slots together.
         clock: a monotonic clock.
@@ -103,6 +103,7 @@ class DiskTier(SecondaryTierManager):
         super().__init__(spec, rows, "disk")
         assert rows.strides is not None
         self.chunk_tokens = chunk_tokens
+        self.num_groups = 1
         self.chunk_bytes: int = rows.strides[0]
         self.chunks = ProgramChunks(capacity_bytes // slots.count // file_bytes(self.chunk_bytes))
         self.read_speed, self.write_speed = assumed_speed(self.chunk_bytes), assumed_speed(self.chunk_bytes)
@@ -156,13 +157,20 @@ class DiskTier(SecondaryTierManager):
 
     @property
     def volume(self) -> str:
-        """The name of the volume, which all replicas have that see it. It is empty while nothing can be read."""
-        return self._slots.volume if self.readable else ""
+        """The name of the volume, which all replicas have that see it and read what this one writes.
+
+        It is empty while nothing can be read, and once the files are for this process only.
+        """
+        return self._slots.volume if self.readable and not self._slots.generation else ""
 
     @property
     def read_s(self) -> float:
         """Measured seconds to read one token. Infinite: nothing can be read."""
-        return self.read_speed.chunk_s / self.chunk_tokens if self.readable else inf
+        return self.read_speed.chunk_s * self.num_groups / self.chunk_tokens if self.readable else inf
+
+    def count_in(self, group: int, tokens_per_chunk: int, num_groups: int) -> None:
+        """Choose the KV cache group in which tokens are counted, as `replicas.host_tier.HostCache.count_in` does."""
+        self.chunks.main, self.chunk_tokens, self.num_groups = group, tokens_per_chunk, num_groups
 
     @property
     def writing(self) -> bool:
@@ -193,6 +201,7 @@ class DiskTier(SecondaryTierManager):
         wanted: list[OffloadKey] = []
         for keys in contexts:
             self.chunks.extend(account, "", list(keys))
+            self._forgotten.difference_update(keys)
             wanted += [key for key in keys if key not in self.chunks.blocks]
         self.chunks.storing = account
         short = len(wanted) - (self.chunks.cache_capacity - len(self.chunks.blocks))
@@ -203,7 +212,6 @@ class DiskTier(SecondaryTierManager):
         accepted = wanted[: len(wanted) - max(0, short - len(victims))]
         for key in accepted:
             self.chunks.insert(key, ChunkStatus(0))  # which is not evicted before it is written
-            self._forgotten.discard(key)
         return accepted
 
     def chunks_of(self, program: str) -> int:
@@ -258,8 +266,8 @@ class DiskTier(SecondaryTierManager):
         """
         self.take_reports()
         return DiskNumbers(
-            tokens=self.chunks.cache_capacity * self.chunk_tokens if self._writes else 0,
-            used_tokens=len(self.chunks.blocks) * self.chunk_tokens,
+            tokens=self.chunks.cache_capacity // self.num_groups * self.chunk_tokens if self._writes else 0,
+            used_tokens=len(self.chunks.blocks) // self.num_groups * self.chunk_tokens,
             bytes=self.bytes,
             seconds=self.seconds,
             troubles=self.troubles,

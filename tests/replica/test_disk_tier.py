@@ -297,6 +297,26 @@ def test_a_program_that_ends_while_it_is_written_is_deleted_afterwards(tier: Dis
     assert not tier.chunks.blocks
 
 
+def test_what_another_program_has_too_is_kept_when_the_first_one_ends_while_it_is_written(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    keys = tier.reserve("ends", Standing(False, 1.0, 10.0, 0.0), [context("p", 4)])
+    tier.submit_store(job(1, keys))
+    tier.forget("ends")
+    assert not tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("p", 4)])
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    tier._janitor.wait()
+    assert stored(tmp_path) == 4
+    assert tier.chunks.leading(tier.chunks.accounts["p"]) == 4
+
+
+def test_a_volume_has_no_name_once_the_files_are_for_this_process_only(tier: DiskTier) -> None:
+    assert tier.volume
+    tier.reset()
+    assert tier.readable and not tier.volume
+
+
 def test_a_file_whose_deletion_is_outstanding_may_be_written_again(tier: DiskTier, tmp_path: Path) -> None:
     busy = threading.Event()
     write(tier, 1, "ends", 4, saved_s=1.0)

@@ -1,25 +1,32 @@
-"""A pause of all generation, and an update of the weights, while contexts are moved between the host and the disk."""
+"""The host tier over the disk, as a scheduler uses them: what is written, and how long anybody waits for it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.clock import ManualClock
 from cluster.core.errors import UpstreamFailed
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.store.weights import WeightsTarget
-from replicas.control import dispatch
+from replicas.control import dispatch, snapshot
+from replicas.disk_tier.cache import Pending, TieredCache
+from replicas.disk_tier.trouble import Trouble
+from replicas.host_tier import UNKNOWN, Account
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_disk import VirtualDisk, VirtualVolume
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 from replicas.weights import ReplicaWeights
 
+BLOCK = 16
 STEP_S, WRITE_S = 0.01, 1.0
 """Seconds of a step, and of the write of a chunk."""
 CONTEXT = [1000 + i % 7 for i in range(500)]
@@ -36,19 +43,20 @@ class Tiers:
             model,
             Shape(num_blocks=64, host_blocks=400),
             SchedulerSettings(policy=PolicyConfig(name="vllm")),
-            link=VirtualLink(self.clock, lambda tokens: 0.0, 16),
+            link=VirtualLink(self.clock, lambda tokens: 0.0, BLOCK),
             transfer_config=disk.transfer_config,
         )
         self.scheduler: Any = self.engine.scheduler
         self.scheduler.clock = self.clock
-        self.drive = self.scheduler.swapping.disk.disk
-        self.drive._disk = VirtualDisk(disk.volume, 0, self.clock, 1000, 1 << 20, 1e-9, WRITE_S)
+        self.cache: TieredCache = self.scheduler.swapping.disk
+        self.drive: Any = self.cache.disk
+        self.drive._disk = replace(disk, write_chunk_s=WRITE_S)
 
-    def turn(self, program: str) -> None:
+    def turn(self, program: str, name: str = "p1") -> None:
         """A whole turn, whose program then pauses."""
         hints = Hints(expected_tool="ls", expected_pause_s=1000.0)
-        self.engine.submit(program, CONTEXT, 5, ProgramIdentity(program_id=program, hints=hints))
-        self.step_until(lambda: program not in self.scheduler.requests)
+        self.engine.submit(name, CONTEXT, 5, ProgramIdentity(program_id=program, hints=hints))
+        self.step_until(lambda: name not in self.scheduler.requests)
 
     def step_until(self, holds: Callable[[], bool]) -> None:
         for _ in range(1000):
@@ -65,6 +73,87 @@ def tiers(tiny_config: Path) -> Tiers:
     made.turn("p")
     made.step_until(lambda: made.drive.in_use)
     return made
+
+
+# --- what is written and loaded ---------------------------------------------------------------------------------------
+
+
+def test_a_context_that_the_host_has_lost_in_part_stays_on_disk(tiers: Tiers) -> None:
+    tiers.clock.advance(100.0)
+    tiers.step_until(lambda: not tiers.drive.in_use)
+    [account] = tiers.drive.chunks.accounts.values()
+    keys = list(account.chunks)
+    assert len(keys) == len(CONTEXT) // BLOCK
+    tiers.cache.host.chunks.remove(keys[20])
+    tiers.cache._pending["default/p"] = Pending(account.standing, len(keys), inf)
+    tiers.engine.step()
+    assert not tiers.cache._pending, "nothing is to be awaited: the disk has it"
+    assert list(account.chunks) == keys
+    assert tiers.drive.chunks_of("default/p") == len(keys)
+
+
+def two_groups(tiers: Tiers) -> tuple[Account, list[OffloadKey], list[OffloadKey]]:
+    """A program whose context has four chunks in each of two KV cache groups. None is stored yet."""
+    tiers.cache.host.update("q", replace(UNKNOWN, saved_s=1.0), tiers.clock.now_s(), "q1")
+    account = tiers.cache.host.chunks.accounts["q"]
+    groups = [[make_offload_key(f"q{group}{i}".encode().ljust(32), group) for i in range(4)] for group in (0, 1)]
+    for keys in groups:
+        tiers.cache.host.chunks.extend(account, "q1", keys)
+    return account, groups[0], groups[1]
+
+
+def store(tiers: Tiers, keys: Sequence[OffloadKey]) -> None:
+    context = ReqContext("q1")
+    assert tiers.cache.host.prepare_store(keys, context)
+    tiers.cache.host.complete_store(keys, context)
+
+
+def test_a_context_in_several_groups_is_written_when_all_of_it_is_on_the_host(tiers: Tiers) -> None:
+    account, main, other = two_groups(tiers)
+    store(tiers, [*main[:3], *other])
+    tiers.cache._pending["q"] = Pending(account.standing, 4, inf)
+    tiers.engine.step()
+    assert tiers.cache.writes("q")
+    store(tiers, main[3:])
+    tiers.engine.step()
+    assert {*main, *other} <= {*tiers.drive.chunks.blocks}
+
+
+def test_a_chunk_is_seen_once_while_a_context_is_awaited(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    account, main, _ = two_groups(tiers)
+    store(tiers, main[:3])
+    tiers.cache._pending["q"] = Pending(account.standing, 4, inf)
+    tiers.engine.step()
+    asked: list[OffloadKey] = []
+    monkeypatch.setattr(tiers.cache, "_is_there", asked.append)
+    tiers.engine.step()
+    assert asked == main[3:]
+
+
+def test_tokens_are_those_of_one_group(tiers: Tiers) -> None:
+    before, read_s = snapshot(tiers.scheduler), tiers.drive.read_s
+    tiers.cache.host.num_groups = 2
+    tiers.drive.count_in(0, BLOCK, 2)
+    after = snapshot(tiers.scheduler)
+    for name in ("stored_tokens", "disk_tokens", "disk_used_tokens"):
+        assert after[name] == before[name] // 2 // BLOCK * BLOCK > 0, name
+    assert tiers.drive.read_s == pytest.approx(2 * read_s)
+
+
+def test_a_load_that_came_too_late_is_credited_to_no_turn(tiers: Tiers) -> None:
+    tiers.clock.advance(100.0)
+    tiers.step_until(lambda: not tiers.drive.in_use)
+    assert tiers.scheduler.reset_prefix_cache()
+    tiers.cache.host.reset_cache()
+    tiers.drive._disk = replace(tiers.drive._disk, read_chunk_s=10.0)
+    tiers.turn("p", "p2")
+    assert tiers.drive.troubles[Trouble.TOO_LATE] == 1
+    tiers.clock.advance(1000.0)
+    tiers.step_until(lambda: not tiers.drive.in_use)
+    assert not tiers.cache.take_loaded_tokens("default/p")
+
+
+# --- pauses of all generation -----------------------------------------------------------------------------------------
 
 
 def test_a_pause_does_not_wait_for_the_disk(tiers: Tiers) -> None:
