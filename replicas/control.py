@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pydantic
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.request import RequestStatus
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
@@ -316,9 +315,7 @@ def _settle(scheduler: AgentScheduler) -> dict[str, Any]:
     """
     scheduler.reset_prefix_cache(reset_connector=False)
     scheduler.swapping.reset()
-    loads = any(
-        turn.status is RequestStatus.WAITING_FOR_REMOTE_KVS for queue in scheduler.waiting_queues for turn in queue
-    )
+    loads = any(scheduler.is_loading(turn) for queue in scheduler.waiting_queues for turn in queue)
     swapping = scheduler.swapping
     steps = loads or bool(swapping.request_ids)
     return {"settled": not steps and not swapping.uses_disk(), "steps": steps}
@@ -334,6 +331,8 @@ def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:
     for request_id, turn in scheduler.turns.items():
         turn.weights = (*turn.weights, version) if tokens[request_id] else (version,)
     scheduler.renew_kv(turn for queue in scheduler.waiting_queues for turn in queue)
+    for queue in scheduler.waiting_queues:  # turns that were loaded have lost their rank
+        queue.rerank_all()
     scheduler.returning_outputs.rehashed()
     return {"tokens": tokens}
 

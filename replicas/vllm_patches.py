@@ -201,8 +201,8 @@ class LoadingScheduler(StoppedScheduler):
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
-    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
-    _update_waiting_for_remote_kv, _inflight_prefills; and for preemptions running, num_waiting_for_streaming_input,
+    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, failed_recving_kv_req_ids,
+    _get_local_prefix_cache_hit, _update_waiting_for_remote_kv, _inflight_prefills; and for preemptions running, num_waiting_for_streaming_input,
     deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state,
     _preempt_request.
     """
@@ -262,6 +262,11 @@ class LoadingScheduler(StoppedScheduler):
         request.num_computed_tokens, request.status = tokens, RequestStatus.FINISHED_ABORTED
         return True
 
+    def is_loading(self, request: Request) -> bool:
+        """Return whether anything is being copied into the memory of a waiting turn."""
+        waits = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return waits and request.request_id not in self.finished_recving_kv_req_ids
+
     def abort_load(self, request_id: str) -> None:
         """Abort a load. Its memory is freed when its transfer, if there is one, has ended."""
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -306,12 +311,18 @@ class LoadingScheduler(StoppedScheduler):
         """Drop all KV between two steps, that of turns under way too. Nothing may be copied into it meanwhile. What is
         computed from now on has the hashes of `salt_block_hashes`.
 
-        ``waiting``: the turns that wait.
+        ``waiting``: the turns that wait. None of them `is_loading`.
         """
         for request in waiting:
-            if request.num_computed_tokens:  # its context was loaded
+            loads = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if loads or request.num_computed_tokens:  # its context was loaded
                 self.kv_cache_manager.free(request)
                 request.num_computed_tokens = 0
+                self._inflight_prefills.discard(request)
+            if loads:  # vLLM has not looked at it since, as the batch was full
+                self.finished_recving_kv_req_ids.discard(request.request_id)
+                self.failed_recving_kv_req_ids.discard(request.request_id)
+                request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
         self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         for request in self.requests.values():
             request.block_hashes.clear()
