@@ -47,8 +47,13 @@ class ControlChannel:
         self._engine_client = engine_client
         self._timeout_s = timeout_s
 
-    async def call(self, operation: str, **payload: Any) -> dict[str, Any]:
+    async def call(self, operation: str, *, within_s: float | None = None, **payload: Any) -> dict[str, Any]:
         """Run one operation of OPERATIONS in the scheduler.
+
+        Args:
+            operation: its name.
+            within_s: seconds to wait for the answer. None: the channel's ``timeout_s``.
+            payload: its arguments.
 
         Raises:
             ControlRefused: the scheduler refused, with a reason, and nothing was changed.
@@ -57,17 +62,17 @@ class ControlChannel:
         """
         if self._engine_client.errored:
             raise EngineGone(f"{operation}: the engine is dead")
-        core = self._engine_client.engine_core
+        core, limit_s = self._engine_client.engine_core, self._timeout_s if within_s is None else within_s
         try:
             answer: dict[str, Any] = await asyncio.wait_for(
-                core.call_utility_async(UTILITY, operation, payload), self._timeout_s
+                core.call_utility_async(UTILITY, operation, payload), limit_s
             )
         except EngineDeadError as error:
             raise EngineGone(f"{operation}: the engine is dead") from error
         except TimeoutError as error:
             if self._engine_client.errored:
                 raise EngineGone(f"{operation}: the engine is dead") from error
-            raise ControlTimeout(f"{operation}: no answer from the scheduler within {self._timeout_s} s") from error
+            raise ControlTimeout(f"{operation}: no answer from the scheduler within {limit_s} s") from error
         if "refused" in answer:
             raise ControlRefused(str(answer["refused"]))
         return answer

@@ -202,9 +202,9 @@ class LoadingScheduler(StoppedScheduler):
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
     It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, failed_recving_kv_req_ids,
-    _get_local_prefix_cache_hit, _update_waiting_for_remote_kv, _inflight_prefills; and for preemptions running, num_waiting_for_streaming_input,
-    deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state,
-    _preempt_request.
+    finished_req_ids, _get_local_prefix_cache_hit, _update_waiting_for_remote_kv, _inflight_prefills; and for
+    preemptions running, num_waiting_for_streaming_input, deferred_frees, requires_kv_delivery,
+    prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state, _preempt_request.
     """
 
     groups: KvGroups

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.clock import ManualClock
-from cluster.core.errors import UpstreamFailed
+from cluster.core.errors import ControlTimeout, UpstreamFailed
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.store.weights import WeightsTarget
 from replicas.control import dispatch, snapshot
@@ -199,11 +199,16 @@ class NoStreams:
         """Nobody is told."""
 
 
-def update(tiers: Tiers, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> tuple[ReplicaWeights, PausingEngine]:
-    """An update, each of whose waits takes so long."""
+def update(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, wait_s: float, silent: Sequence[str] = ()
+) -> tuple[ReplicaWeights, PausingEngine]:
+    """An update, each of whose waits takes so long. ``silent``: operations that are not answered."""
     engine, weights = PausingEngine(tiers), ReplicaWeights("model", 60.0, lambda: None)
 
-    async def call(operation: str, **payload: Any) -> dict[str, Any]:
+    async def call(operation: str, *, within_s: float, **payload: Any) -> dict[str, Any]:
+        assert within_s == 60.0, "hashing the tokens of all turns takes longer than other calls"
+        if operation in silent:
+            raise ControlTimeout(operation)
         return {} if operation == "salt_kv" else dispatch(tiers.scheduler, operation, payload)
 
     async def wait(_: float) -> None:
@@ -230,3 +235,11 @@ def test_an_update_is_refused_while_the_disk_hangs(tiers: Tiers, monkeypatch: py
         asyncio.run(weights.follow(WeightsTarget("other", "other")))
     assert (engine.loaded, engine.resumes) == (0, 1), "the replica serves on"
     assert tiers.scheduler._pause_state is PauseState.UNPAUSED
+
+
+def test_a_scheduler_that_does_not_answer_delays_an_update(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica tries again whatever its store says after an `HttpError`."""
+    weights, engine = update(tiers, monkeypatch, WRITE_S, silent=["settle"])
+    with pytest.raises(UpstreamFailed, match="not changed"):
+        asyncio.run(weights.follow(WeightsTarget("other", "other")))
+    assert (engine.loaded, engine.resumes) == (0, 1), "the replica serves on"
