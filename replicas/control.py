@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pydantic
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.request import RequestStatus
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
@@ -48,8 +47,13 @@ class ControlChannel:
         self._engine_client = engine_client
         self._timeout_s = timeout_s
 
-    async def call(self, operation: str, **payload: Any) -> dict[str, Any]:
+    async def call(self, operation: str, *, within_s: float | None = None, **payload: Any) -> dict[str, Any]:
         """Run one operation of OPERATIONS in the scheduler.
+
+        Args:
+            operation: its name.
+            within_s: seconds to wait for the answer. None: the channel's ``timeout_s``.
+            payload: its arguments.
 
         Raises:
             ControlRefused: the scheduler refused, with a reason, and nothing was changed.
@@ -58,17 +62,17 @@ class ControlChannel:
         """
         if self._engine_client.errored:
             raise EngineGone(f"{operation}: the engine is dead")
-        core = self._engine_client.engine_core
+        core, limit_s = self._engine_client.engine_core, self._timeout_s if within_s is None else within_s
         try:
             answer: dict[str, Any] = await asyncio.wait_for(
-                core.call_utility_async(UTILITY, operation, payload), self._timeout_s
+                core.call_utility_async(UTILITY, operation, payload), limit_s
             )
         except EngineDeadError as error:
             raise EngineGone(f"{operation}: the engine is dead") from error
         except TimeoutError as error:
             if self._engine_client.errored:
                 raise EngineGone(f"{operation}: the engine is dead") from error
-            raise ControlTimeout(f"{operation}: no answer from the scheduler within {self._timeout_s} s") from error
+            raise ControlTimeout(f"{operation}: no answer from the scheduler within {limit_s} s") from error
         if "refused" in answer:
             raise ControlRefused(str(answer["refused"]))
         return answer
@@ -181,8 +185,8 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "programs": len(scheduler.programs),
         "programs_completed": scheduler.programs.concluded,
         "token_bytes": _kv_token_bytes(scheduler),
-        "stored_tokens": cache.stored_chunks * cache.tokens_per_chunk if cache else 0,
-        "fetched_tokens": cache.fetched_chunks * cache.tokens_per_chunk if cache else 0,
+        "stored_tokens": cache.stored_chunks // cache.num_groups * cache.tokens_per_chunk if cache else 0,
+        "fetched_tokens": cache.fetched_chunks // cache.num_groups * cache.tokens_per_chunk if cache else 0,
         **scheduler.early_prefill.numbers(),
         **scheduler.stats.numbers(),
         "counters": {**scheduler.counters, "tool_parser_failures": parser_failures, "lost_bills": scheduler.bills.lost},
@@ -294,7 +298,7 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
     """End all holds, and empty the prefix cache and the host tier. It is not done while turns or the disk use them."""
-    if scheduler.swapping.disk_in_use:
+    if scheduler.swapping.uses_disk():
         return {"reset": False, "reason": "copies to or from the disk are under way"}
     if scheduler.reset_prefix_cache(reset_connector=True):
         return {"reset": True}
@@ -310,14 +314,16 @@ def _salt_kv(scheduler: AgentScheduler, salt: str) -> dict[str, Any]:
 
 
 def _settle(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds and loads. Answer whether nothing is copied any more into memory that turns own."""
+    """End all holds and loads. Answer whether nothing is copied any more, and whether only steps end what is.
+
+    Copies between the host and the disk end without steps.
+    """
     scheduler.reset_prefix_cache(reset_connector=False)
     scheduler.swapping.reset()
-    loads = any(
-        turn.status is RequestStatus.WAITING_FOR_REMOTE_KVS for queue in scheduler.waiting_queues for turn in queue
-    )
+    loads = any(scheduler.is_loading(turn) for queue in scheduler.waiting_queues for turn in queue)
     swapping = scheduler.swapping
-    return {"settled": not loads and not swapping.request_ids and not swapping.disk_in_use}
+    steps = loads or bool(swapping.request_ids)
+    return {"settled": not steps and not swapping.uses_disk(), "steps": steps}
 
 
 def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:
@@ -330,6 +336,8 @@ def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:
     for request_id, turn in scheduler.turns.items():
         turn.weights = (*turn.weights, version) if tokens[request_id] else (version,)
     scheduler.renew_kv(turn for queue in scheduler.waiting_queues for turn in queue)
+    for queue in scheduler.waiting_queues:  # turns that were loaded have lost their rank
+        queue.rerank_all()
     scheduler.returning_outputs.rehashed()
     return {"tokens": tokens}
 

@@ -47,7 +47,7 @@ class Eviction:
         holds: the holds.
         view: returns a hold's view.
         program_of: returns the program of a turn, or None if it belongs to none.
-        anything_runs: returns whether a turn runs.
+        anything_runs: returns whether a turn runs, or loads its context.
         end: ends the hold of a program, for a reason.
         trim: gives up all but a number of leading blocks of the hold of a program, for a reason. None: holds end as a
             whole, because a beginning of a context is of no use (`replicas.kv_groups.KvGroups.prefixes_stay`).

@@ -178,7 +178,7 @@ class RouterSide:
 
         It is the previous snapshot if the scheduler does not answer, and None if there is no previous one.
         """
-        placing = {"replica": self._replica, "model": self._model, "draining": self.draining}
+        placing: dict[str, Any] = {"replica": self._replica, "model": self._model, "draining": self.draining}
         try:
             answer = await self._channel.call("routing", number=self._number + 1, **placing)
         except ControlError as error:

@@ -209,7 +209,7 @@ class AgentScheduler(LoadingScheduler):
             holds=self.holds,
             view=self.views.hold,
             program_of=lambda request: self.turns[request.request_id].key,
-            anything_runs=lambda: bool(self.running),
+            anything_runs=lambda: self.anything_runs,
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim if self.groups.prefixes_stay else None,
             note=self.gpu_times.evicted,
@@ -265,6 +265,8 @@ class AgentScheduler(LoadingScheduler):
 
     def has_requests(self) -> bool:
         """Return whether the engine has to step: for a request, or for a prompt that can be computed early."""
+        if self._pause_state is PauseState.PAUSED_ALL and not self.swapping.leaves:
+            return self.has_device_work
         return super().has_requests() or (self.early_prefill.ready and self._pause_state is PauseState.UNPAUSED)
 
     def expire_holds(self, now_s: float) -> None:

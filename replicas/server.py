@@ -446,7 +446,7 @@ class ProgramServer(LLMServer):
                 await self._weights.follow_store(self._weights_store)
             except HttpError as error:  # if the weights are not whole any more, this process ends
                 logger.error("the weights of the store are not loaded: %s", error.message)
-            except EngineDeadError:
+            except (EngineDeadError, EngineGone):
                 self._end_soon()
 
     async def _exchange(self) -> None:

@@ -124,9 +124,10 @@ class Swapping:
         if self.cache is not None:
             if not groups.caching:
                 raise ConfigError("kv_transfer_config: the host tier needs prefix caching, which is off for this model")
-            self.cache.count_in(groups.main, groups.block_tokens, len(groups.groups))
+            counted = groups.main, groups.block_tokens, len(groups.groups)
+            self.cache.count_in(*counted)
             if self.disk is not None:
-                self.disk.disk.chunks.main = groups.main
+                self.disk.disk.count_in(*counted)
             touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost
@@ -451,6 +452,8 @@ class Swapping:
 
     def reset(self) -> None:
         """Invalidate all copies. Programs that are swapped or being loaded have lost theirs."""
+        if self.disk is not None:
+            self.disk.abandon_writes()
         for key in list(self._contexts):
             program = self._programs.get(key)
             if program is not None and program.phase in (Phase.SWAPPED, Phase.FETCHING):
@@ -461,10 +464,12 @@ class Swapping:
         """Whether vLLM's connector may be reset: not twice between two steps, if transfers were in progress."""
         return self._offloading is None or not transfers_under_way(self._offloading)
 
-    @property
-    def disk_in_use(self) -> bool:
-        """Whether a reset would wait in the engine's thread for the disk, which may hang."""
-        return self.disk is not None and self.disk.disk.in_use
+    def uses_disk(self) -> bool:
+        """Process the transfers to and from the disk that have ended, as a step does. Return whether any has not.
+
+        A reset would wait for it in the engine's thread, and the disk may hang.
+        """
+        return self.disk is not None and self.disk.uses_disk()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier is consistent."""

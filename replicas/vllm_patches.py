@@ -201,12 +201,27 @@ class LoadingScheduler(StoppedScheduler):
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
-    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
-    _update_waiting_for_remote_kv; and for preemptions running, num_waiting_for_streaming_input,
-    deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, _pause_state, _preempt_request.
+    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, failed_recving_kv_req_ids,
+    finished_req_ids, _get_local_prefix_cache_hit, _update_waiting_for_remote_kv, _inflight_prefills; and for
+    preemptions running, num_waiting_for_streaming_input, deferred_frees, requires_kv_delivery,
+    prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state, _preempt_request.
     """
 
     groups: KvGroups
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.connector is not None:
+            self._find_remote = self.connector.get_num_new_matched_tokens
+            self.connector.get_num_new_matched_tokens = self._find_unless_preempted
+
+    def _find_unless_preempted(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Ask the connector what it can load of a turn. A turn that this step preempts loads in a later step.
+
+        vLLM's offloading connector fails if a turn is preempted and begins to load in the same step.
+        """
+        found: tuple[int | None, bool] = self._find_remote(request, local)
+        return (None, False) if found[0] and request.request_id in self.reset_preempted_req_ids else found
 
     def register_load(self, request: Request) -> None:
         """Register the load with vLLM and its connector."""
@@ -247,9 +262,32 @@ class LoadingScheduler(StoppedScheduler):
         request.num_computed_tokens, request.status = tokens, RequestStatus.FINISHED_ABORTED
         return True
 
+    def is_loading(self, request: Request) -> bool:
+        """Return whether anything is being copied into the memory of a waiting turn."""
+        waits = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return waits and request.request_id not in self.finished_recving_kv_req_ids
+
     def abort_load(self, request_id: str) -> None:
         """Abort a load. Its memory is freed when its transfer, if there is one, has ended."""
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def has_device_work(self) -> bool:
+        """Whether a step has to do anything on the device, or to free what ended. It is for an engine that is paused.
+
+        It excludes what moves between the host and the disk, which may hang.
+        """
+        offloading = getattr(self.connector, "connector_scheduler", None)
+        if not isinstance(offloading, OffloadingConnectorScheduler):
+            return bool(super().has_requests())
+        ended = self.finished_req_ids or any(one.is_finished() for one in self.requests.values())
+        return bool(ended or offloading._jobs)
+
+    @property
+    def anything_runs(self) -> bool:
+        """Whether a turn runs, or will run as soon as its context is loaded."""
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return bool(self.running) or any(one.status is loading for one in self._inflight_prefills)
 
     @property
     def is_full(self) -> bool:
@@ -273,12 +311,18 @@ class LoadingScheduler(StoppedScheduler):
         """Drop all KV between two steps, that of turns under way too. Nothing may be copied into it meanwhile. What is
         computed from now on has the hashes of `salt_block_hashes`.
 
-        ``waiting``: the turns that wait.
+        ``waiting``: the turns that wait. None of them `is_loading`.
         """
         for request in waiting:
-            if request.num_computed_tokens:  # its context was loaded
+            loads = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if loads or request.num_computed_tokens:  # its context was loaded
                 self.kv_cache_manager.free(request)
                 request.num_computed_tokens = 0
+                self._inflight_prefills.discard(request)
+            if loads:  # vLLM has not looked at it since, as the batch was full
+                self.finished_recving_kv_req_ids.discard(request.request_id)
+                self.failed_recving_kv_req_ids.discard(request.request_id)
+                request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
         self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         for request in self.requests.values():
             request.block_hashes.clear()

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.core.errors import UpstreamFailed
+from cluster.core.errors import ControlTimeout, UpstreamFailed
 from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.store.client import StoreUnavailable
 from cluster.store.weights import WeightsStore, WeightsTarget
@@ -30,7 +30,8 @@ KEEP = {"mode": "keep", "clear_cache": False}
 
 SETTLE_ATTEMPTS = 200
 SETTLE_S = 0.05
-"""Number of short resumes in which copies from the host tier may end before an update, and the seconds of each."""
+"""Number of short waits in which copies between the tiers may end before an update, and the seconds of each. The engine
+steps in those in which turns load their contexts."""
 
 START_ATTEMPTS = 20
 START_WAIT_S = 0.5
@@ -66,7 +67,7 @@ class Streams(Protocol):
 
 
 Call = Callable[..., Awaitable[dict[str, Any]]]
-"""A call of the side channel: the operation, and its arguments by name."""
+"""A call of the side channel: the operation, its arguments by name, and ``within_s``, the seconds that it may take."""
 
 
 class ReplicaWeights:
@@ -74,7 +75,8 @@ class ReplicaWeights:
 
     Args:
         model: the model's folder or id.
-        timeout_s: seconds within which weights have to be loaded.
+        timeout_s: seconds within which weights have to be loaded, and each call of the scheduler has to be answered.
+            It hashes the tokens of all turns again.
         is_failed: called if the weights of the store cannot be loaded. The replica must then end.
     """
 
@@ -163,11 +165,12 @@ class ReplicaWeights:
             assert self._engine is not None
             try:
                 await asyncio.to_thread(self.check, path)
-                await self._call("salt_kv", salt=await asyncio.to_thread(self._salt, path))
+                salt = await asyncio.to_thread(self._salt, path)
+                await self._call("salt_kv", within_s=self._timeout_s, salt=salt)
                 async with asyncio.timeout(self._timeout_s):
                     await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
                 submitted = self._streams.submitted()
-                answer = await self._call("renew_kv", version=version)
+                answer = await self._call("renew_kv", within_s=self._timeout_s, version=version)
             except Exception as error:
                 self._fail(f"the weights {version!r} could not be loaded from {path}: {error or repr(error)}")
                 raise UpstreamFailed(str(self._failure)) from error
@@ -182,14 +185,20 @@ class ReplicaWeights:
         """Wait until nothing is being copied into memory that turns own.
 
         Raises:
-            UpstreamFailed: it did not end in time. Nothing was changed.
+            UpstreamFailed: it did not end in time, or the scheduler did not answer. Nothing was changed.
         """
         for _ in range(SETTLE_ATTEMPTS):
-            if (await self._call("settle"))["settled"]:
+            try:
+                answer = await self._call("settle", within_s=self._timeout_s)
+            except ControlTimeout as error:
+                raise UpstreamFailed(f"the weights are not changed: {error}") from error
+            if answer["settled"]:
                 return
-            await self._resume()
+            if answer["steps"]:
+                await self._resume()
             await asyncio.sleep(SETTLE_S)
-            await self._pause()
+            if answer["steps"]:
+                await self._pause()
         raise UpstreamFailed("copies between the tiers do not end, so that the weights cannot be changed")
 
     def _salt(self, path: str) -> str:

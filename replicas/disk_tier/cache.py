@@ -10,9 +10,10 @@ files, and by the workers, which copy to and from the device.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,15 @@ class Pending:
     standing: Standing
     chunks: int
     until_s: float
+    ready: int = 0
+    """Leading chunks of the main KV cache group that a tier was seen to have."""
 
 
 class TieredCache(TieringOffloadingManager):
     """The manager of both tiers.
 
     It uses these names of vLLM's manager beside its interface: _req_state, _maybe_finalize_request, create_store_job,
-    _complete_promotion.
+    _complete_promotion, _process_finished_jobs.
 
     Args:
         host: the host tier.
@@ -149,7 +152,7 @@ class TieredCache(TieringOffloadingManager):
         self._loading: dict[str, Loading] = {}
         self._pending: dict[str, Pending] = {}
         self._loaded: Counter[str] = Counter()
-        """Number of chunks that were loaded from disk since the program's last turn, by program."""
+        """Number of chunks that were loaded from disk in time since the program's last turn, by program."""
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class TieredCache(TieringOffloadingManager):
             self.outcomes[WriteOutcome.STOPPED] += 1
             return
         on_disk = disk_standing(standing, self.disk.read_s)
-        write_s = self.disk.backlog_s + chunks * self.disk.write_speed.chunk_s
+        write_s = self.disk.backlog_s + chunks * self.host.num_groups * self.disk.write_speed.chunk_s
         refused = refusal(on_disk, write_s, leaving=self.leaving) if chunks else WriteOutcome.NO_GAIN
         if refused is not None:
             self.outcomes[refused] += 1
@@ -191,6 +194,11 @@ class TieredCache(TieringOffloadingManager):
         """Whether contexts are still to be written."""
         return bool(self._pending) or self.disk.writing
 
+    def uses_disk(self) -> bool:
+        """Process the transfers that have ended between two steps. Return whether any is still in progress."""
+        self._process_finished_jobs()
+        return self.disk.in_use
+
     def abandon_writes(self) -> None:
         """Begin no write of the contexts that are still to be written."""
         self._pending.clear()
@@ -208,7 +216,7 @@ class TieredCache(TieringOffloadingManager):
 
     def take_loaded_tokens(self, program: str) -> int:
         """Return the tokens that were loaded from disk for the program since this was asked last."""
-        return self._loaded.pop(program, 0) * self.host.tokens_per_chunk
+        return self._loaded.pop(program, 0) // self.host.num_groups * self.host.tokens_per_chunk
 
     def numbers(self) -> DiskNumbers:
         """Return the totals and the state of the disk tier."""
@@ -249,8 +257,8 @@ class TieredCache(TieringOffloadingManager):
     def _complete_promotion(self, job_metadata: Any, completed_job: Any) -> None:
         super()._complete_promotion(job_metadata, completed_job)
         job = job_metadata.transfer_job
-        account = self.host.account(job.req_context)
-        if account is not None:
+        account, loading = self.host.account(job.req_context), self._loading.get(job.req_context.req_id)
+        if account is not None and loading is not None and not loading.given_up:
             loaded = len(job.keys) if completed_job.success else len(completed_job.successful_keys or ())
             self._loaded[account.key] += loaded
 
@@ -274,10 +282,9 @@ class TieredCache(TieringOffloadingManager):
         super().on_schedule_end(context)
         for program, pending in list(self._pending.items()):
             account = self.host.chunks.accounts.get(program)
-            ready = self._ready(account)
-            if sum(map(len, ready)) >= pending.chunks or self._clock.now_s() >= pending.until_s:
+            if self._is_whole(account, pending) or self._clock.now_s() >= pending.until_s:
                 del self._pending[program]
-                self._write(program, pending, ready)
+                self._write(program, pending, self._ready(account))
 
     def has_pending_work(self) -> bool:
         """Return whether the engine has to step although it has no requests."""
@@ -289,19 +296,24 @@ class TieredCache(TieringOffloadingManager):
         super().reset_cache()
         self.disk.reset()
 
+    def _is_whole(self, account: Account | None, pending: Pending) -> bool:
+        """Return whether a tier has all chunks of a program's context. It asks for those not seen before only."""
+        keys = account.keys if account else []
+        pending.ready += len(self._leading_of(keys[pending.ready : pending.chunks]))
+        return pending.ready >= pending.chunks
+
     def _ready(self, account: Account | None) -> list[list[OffloadKey]]:
-        """Return the leading chunks of a program's context that the host has, for each KV cache group."""
-        ready: list[list[OffloadKey]] = []
-        for context in account.contexts.values() if account else ():
-            there: list[OffloadKey] = []
-            for key in context.keys:
-                status = self.host.chunks.blocks.get(key)
-                if status is None or status.ref_cnt < 0:
-                    break
-                there.append(key)
-            if there:
-                ready.append(there)
-        return ready
+        """Return the leading chunks of a program's context that a tier has, for each KV cache group."""
+        contexts = account.contexts.values() if account else ()
+        return [there for context in contexts if (there := self._leading_of(context.keys))]
+
+    def _leading_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the leading chunks of ``keys`` that are on disk, are being written, or are on the host."""
+        return list(takewhile(self._is_there, keys))
+
+    def _is_there(self, key: OffloadKey) -> bool:
+        status = self.host.chunks.blocks.get(key)
+        return (status is not None and status.ref_cnt >= 0) or key in self.disk.chunks.blocks
 
     def _write(self, program: str, pending: Pending, ready: list[list[OffloadKey]]) -> None:
         if not ready:

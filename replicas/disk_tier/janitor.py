@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Janitor:
         self._wanted_bytes = wanted_bytes
         self._opened = opened
         self._failed = failed
+        self._doomed: set[Path] = set()
+        self._unlinking = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._was_open = False
         self._clean_at_s = 0.0
@@ -54,8 +56,25 @@ class Janitor:
         self._thread.start()
 
     def delete(self, path: Path) -> None:
-        """Delete a file soon."""
-        self._tasks.put(lambda: path.unlink(missing_ok=True))
+        """Delete a file soon, unless it is kept before."""
+        self.doom((path,))
+        self._tasks.put(lambda: self.unlink(path))
+
+    def doom(self, paths: Iterable[Path]) -> None:
+        """Note files that are about to be deleted. It does no I/O and does not wait."""
+        self._doomed.update(paths)
+
+    def unlink(self, path: Path) -> None:
+        """Delete a file that was doomed and was not kept since. It is for threads, as it asks the volume."""
+        with self._unlinking:
+            if path in self._doomed:
+                self._doomed.discard(path)
+                path.unlink(missing_ok=True)
+
+    def keep(self, path: Path) -> None:
+        """Delete a file now or not at all, because it is about to be written. It is for threads, as it may wait."""
+        with self._unlinking:
+            self._doomed.discard(path)
 
     def reopen(self) -> None:
         """Give the slot up and take one again, because the volume was gone."""

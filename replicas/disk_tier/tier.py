@@ -80,7 +80,7 @@ class DiskTier(SecondaryTierManager):
     Args:
         spec: vLLM's offloading spec.
         rows: the host tier's memory, a row for each chunk.
-        chunk_tokens: tokens of a chunk.
+        chunk_tokens: tokens of a chunk in the first KV cache group. `count_in` sets those of another one.
         slots: the folders.
         capacity_bytes: size of all slots together.
         clock: a monotonic clock.
@@ -103,6 +103,7 @@ class DiskTier(SecondaryTierManager):
         super().__init__(spec, rows, "disk")
         assert rows.strides is not None
         self.chunk_tokens = chunk_tokens
+        self.num_groups = 1
         self.chunk_bytes: int = rows.strides[0]
         self.chunks = ProgramChunks(capacity_bytes // slots.count // file_bytes(self.chunk_bytes))
         self.read_speed, self.write_speed = assumed_speed(self.chunk_bytes), assumed_speed(self.chunk_bytes)
@@ -156,13 +157,20 @@ class DiskTier(SecondaryTierManager):
 
     @property
     def volume(self) -> str:
-        """The name of the volume, which all replicas have that see it. It is empty while nothing can be read."""
-        return self._slots.volume if self.readable else ""
+        """The name of the volume, which all replicas have that see it and read what this one writes.
+
+        It is empty while nothing can be read, and once the files are for this process only.
+        """
+        return self._slots.volume if self.readable and not self._slots.generation else ""
 
     @property
     def read_s(self) -> float:
         """Measured seconds to read one token. Infinite: nothing can be read."""
-        return self.read_speed.chunk_s / self.chunk_tokens if self.readable else inf
+        return self.read_speed.chunk_s * self.num_groups / self.chunk_tokens if self.readable else inf
+
+    def count_in(self, group: int, tokens_per_chunk: int, num_groups: int) -> None:
+        """Choose the KV cache group in which tokens are counted, as `replicas.host_tier.HostCache.count_in` does."""
+        self.chunks.main, self.chunk_tokens, self.num_groups = group, tokens_per_chunk, num_groups
 
     @property
     def writing(self) -> bool:
@@ -193,6 +201,7 @@ class DiskTier(SecondaryTierManager):
         wanted: list[OffloadKey] = []
         for keys in contexts:
             self.chunks.extend(account, "", list(keys))
+            self._forgotten.difference_update(keys)
             wanted += [key for key in keys if key not in self.chunks.blocks]
         self.chunks.storing = account
         short = len(wanted) - (self.chunks.cache_capacity - len(self.chunks.blocks))
@@ -203,7 +212,6 @@ class DiskTier(SecondaryTierManager):
         accepted = wanted[: len(wanted) - max(0, short - len(victims))]
         for key in accepted:
             self.chunks.insert(key, ChunkStatus(0))  # which is not evicted before it is written
-            self._forgotten.discard(key)
         return accepted
 
     def chunks_of(self, program: str) -> int:
@@ -258,8 +266,8 @@ class DiskTier(SecondaryTierManager):
         """
         self.take_reports()
         return DiskNumbers(
-            tokens=self.chunks.cache_capacity * self.chunk_tokens if self._writes else 0,
-            used_tokens=len(self.chunks.blocks) * self.chunk_tokens,
+            tokens=self.chunks.cache_capacity // self.num_groups * self.chunk_tokens if self._writes else 0,
+            used_tokens=len(self.chunks.blocks) // self.num_groups * self.chunk_tokens,
             bytes=self.bytes,
             seconds=self.seconds,
             troubles=self.troubles,
@@ -286,6 +294,7 @@ class DiskTier(SecondaryTierManager):
         """Begin to write chunks that were reserved."""
         transfer = self._begin(Direction.WRITE, job_metadata)
         victims, self._victims = self._victims, []
+        self._janitor.doom(victims)
         parts = self._parts(job_metadata, WRITERS)
         # The first part makes room.
         tasks = [self._task(self._write, transfer, part, victims if not part[0][0] else []) for part in parts]
@@ -361,14 +370,14 @@ class DiskTier(SecondaryTierManager):
     def _write(self, transfer: Transfer, part: Sequence[tuple[int, OffloadKey, int]], victims: Sequence[Path]) -> None:
         try:
             for path in victims:
-                path.unlink(missing_ok=True)
+                self._janitor.unlink(path)
             for _, key, row in part:
-                path, found = self._slots.own_file(key), self._slots.find(key)
-                if found == path:
-                    os.utime(path)
-                elif found is not None and self._files.link(found, path):
+                path = self._slots.own_file(key)
+                self._janitor.keep(path)
+                found = self._slots.find(key)
+                if found is not None and found != path and self._files.link(found, path):
                     transfer.linked.add(key)
-                else:
+                elif found != path or not _touched(path):
                     self._files.write(path, self._name_in_file(key), self._row(row))
                 transfer.done.add(key)
                 transfer.progress_s = self._clock.now_s()
@@ -527,6 +536,15 @@ class DiskTier(SecondaryTierManager):
         return bytes(key) + self._slots.generation.encode()
 
 
+def _touched(path: Path) -> bool:
+    """Mark a file as used now. Return False if there is none."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class SlotLookup(AsyncLookupManager):
     """Looks chunks up in the slots, in a thread."""
 
@@ -541,6 +559,18 @@ class SlotLookup(AsyncLookupManager):
         except OSError as error:
             self._tier.report_failure(Direction.READ, error)
             return [False] * len(keys)
+
+    def drain_results(self) -> None:
+        """Take the answers that have come. A chunk may have several, of which the first one counts.
+
+        Where the request that asked has ended, vLLM forgets the lookup although its answer is outstanding. The next
+        request asks again. vLLM's own method fails at the second answer.
+        """
+        while not self._pending_results.empty():
+            for key, found in self._pending_results.get():
+                state = self._lookup_state.get(key)
+                if state is not None and state.result is None:
+                    state.result = found
 
     def shutdown(self) -> None:
         """End the thread, if it does not hang."""

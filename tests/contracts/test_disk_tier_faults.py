@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from replicas.control import dispatch
 from replicas.disk_tier.chunk_file import ChunkFiles
@@ -223,8 +224,11 @@ def test_a_reset_does_not_wait_for_a_volume_that_hangs(engine: Engine, monkeypat
     refused = dispatch(engine.scheduler, "reset", {})
     assert not opened.is_set(), "the engine's thread waited for the volume"
     assert refused == {"reset": False, "reason": "copies to or from the disk are under way"}
-    assert dispatch(engine.scheduler, "settle", {}) == {"settled": False}, "new weights wait, too"
+    assert dispatch(engine.scheduler, "settle", {}) == {"settled": False, "steps": False}, "new weights wait"
     assert not opened.is_set()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not engine.scheduler.has_requests(), "a pause does not wait"
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     timer.cancel()
     opened.set()
     engine.settle()

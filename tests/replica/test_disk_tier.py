@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from cluster.core.clock import Clock, ManualClock, MonotonicClock
@@ -297,6 +297,71 @@ def test_a_program_that_ends_while_it_is_written_is_deleted_afterwards(tier: Dis
     assert not tier.chunks.blocks
 
 
+def test_what_another_program_has_too_is_kept_when_the_first_one_ends_while_it_is_written(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    keys = tier.reserve("ends", Standing(False, 1.0, 10.0, 0.0), [context("p", 4)])
+    tier.submit_store(job(1, keys))
+    tier.forget("ends")
+    assert not tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("p", 4)])
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    tier._janitor.wait()
+    assert stored(tmp_path) == 4
+    assert tier.chunks.leading(tier.chunks.accounts["p"]) == 4
+
+
+def test_a_volume_has_no_name_once_the_files_are_for_this_process_only(tier: DiskTier) -> None:
+    assert tier.volume
+    tier.reset()
+    assert tier.readable and not tier.volume
+
+
+def test_a_file_whose_deletion_is_outstanding_may_be_written_again(tier: DiskTier, tmp_path: Path) -> None:
+    busy = threading.Event()
+    write(tier, 1, "ends", 4, saved_s=1.0)
+    tier._janitor._tasks.put(busy.wait)
+    tier.forget("ends")
+    keys = tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("ends", 4)])
+    tier.submit_store(job(2, keys))
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    busy.set()
+    tier._janitor.wait()
+    assert stored(tmp_path) == 4
+    assert all(map(tier.has, keys))
+
+
+def test_what_makes_room_for_one_program_may_be_written_for_another_before(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads write, so that the write that makes room may be the later one."""
+    write(tier, 1, "cheap", 8, saved_s=1.0)
+    queued: list[Callable[[], None]] = []
+    monkeypatch.setattr(tier._pool, "enqueue_store", lambda number, parts, tasks: queued.append(tasks))
+    evicted = context("cheap", 8)[4:]
+    for number, (program, keys) in enumerate([("dear", context("dear", 6)), ("p", evicted)], 2):
+        accepted = tier.reserve(program, Standing(False, 2.0 + number, 10.0, 0.0), [keys])
+        assert accepted == keys
+        tier.submit_store(job(number, accepted))
+    for task in [*queued[1], *queued[0]]:  # type: ignore[misc]
+        task()
+    assert all(map(tier.has, evicted))
+
+
+def test_a_file_that_vanishes_while_it_is_marked_as_used_is_written(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [key] = keys = tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("p", 1)])
+    find = tier._slots.find
+    monkeypatch.setattr(tier._slots, "find", tier._slots.own_file)
+    tier.submit_store(job(1, keys))
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    assert tier.writable
+    assert find(key) is not None
+
+
 # --- a volume that is slow --------------------------------------------------------------------------------------------
 
 
@@ -400,6 +465,29 @@ def test_where_all_threads_hang_both_directions_stall(slow: Slow) -> None:
     assert slow.after(STALL_S, writes=0) == []
     assert slow.after(1.0, writes=0) == ["stalled", "stalled"]
     assert not slow.tier.readable and not slow.tier.writable
+
+
+def test_a_lookup_that_was_given_up_and_is_repeated_may_be_answered_twice(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    [key] = context("p", 1)
+    write(tier, 1, "p", 1, saved_s=1.0)
+    find = tier._slots.find
+
+    def hanging(key: bytes) -> Path | None:
+        answers.wait(20.0)
+        return find(key)
+
+    monkeypatch.setattr(tier._slots, "find", hanging)
+    for request in ("fetch", "turn"):
+        assert tier.lookup(key, ReqContext(request)) is LookupResult.RETRY
+        tier._lookups.flush()
+        if request == "fetch":
+            tier.on_request_finished(ReqContext(request))
+    answers.set()
+    wait_until(lambda: tier._lookups._pending_results.qsize() == 2)
+    assert tier.lookup(key, ReqContext("turn")) is LookupResult.HIT
 
 
 # --- the value --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
+from cluster.core.lifecycle.events import HoldEnded, ReleaseReason
 from cluster.core.program import Hints, ProgramIdentity
 from replicas.host_tier import kv_transfer_config
 from replicas.scheduler import AgentScheduler
@@ -187,21 +188,26 @@ def test_a_turn_that_is_preempted_between_two_steps_may_run_in_the_next(yielding
     assert len(again.all_token_ids[batch]) == p.scheduler.requests[batch].num_tokens - 1
 
 
-@SYNC_AND_ASYNC
-def test_a_batch_turn_yields_while_another_turn_loads_from_the_host(tiny_config: Path, asynchronous: bool) -> None:
-    """The turn that loads comes first, but it lacks nothing."""
-    clock, load_s = ManualClock(), [0.0]  # seconds of a load that begins now
+def with_host(model: Path, asynchronous: bool, policy: str = "caesura") -> tuple[Yielding, list[float]]:
+    """A replica with a host tier, and the seconds of a load that begins now, which may be changed."""
+    clock, load_s = ManualClock(), [0.0]
     engine = VirtualEngine(
         AgentScheduler,
-        tiny_config,
+        model,
         Shape(num_blocks=64, host_blocks=400),
-        SchedulerSettings(policy=PolicyConfig(name="caesura")),
+        SchedulerSettings(policy=PolicyConfig(name=policy)),
         asynchronous,
         VirtualLink(clock, lambda tokens: load_s[0], 16),
         kv_transfer_config,
     )
     engine.scheduler.clock = clock  # type: ignore[attr-defined]
-    p = Yielding(engine)
+    return Yielding(engine), load_s
+
+
+@SYNC_AND_ASYNC
+def test_a_batch_turn_yields_while_another_turn_loads_from_the_host(tiny_config: Path, asynchronous: bool) -> None:
+    """The turn that loads comes first, but it lacks nothing."""
+    p, load_s = with_host(tiny_config, asynchronous)
     p.turn("a", 100, 5)
     assert p.scheduler.reset_prefix_cache(), "only the host has the context now"
     batch, load_s[0] = p.batch(), 1.0
@@ -213,5 +219,43 @@ def test_a_batch_turn_yields_while_another_turn_loads_from_the_host(tiny_config:
     assert p.scheduler.requests[batch].num_preemptions == 1
     load_s[0] = 0.0
     while p.scheduler.has_requests():
+        p.pass_s(1.0)
+    p.scheduler.check_integrity()
+
+
+@SYNC_AND_ASYNC
+def test_what_a_preempted_turn_lacks_is_loaded_in_the_step_after(tiny_config: Path, asynchronous: bool) -> None:
+    """In the step itself, vLLM's connector ends the engine at such a load."""
+    p, load_s = with_host(tiny_config, asynchronous)
+    batch = p.batch()
+    p.pass_s(0.2)
+    request, cache = p.scheduler.requests[batch], p.scheduler.kv_cache_manager
+    [blocks] = cache.get_blocks(batch).get_block_ids()
+    load_s[0] = 0.1
+    p.scheduler.preempt({batch})
+    cache.evict_blocks(set(blocks[20:]))
+    assert p.step() == {}
+    assert request.status is RequestStatus.PREEMPTED
+    p.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert p.pass_s(0.2) == {batch}
+    p.engine.run()
+    assert p.last_turn("batch")["output_tokens"] == 400
+
+
+def test_no_hold_is_evicted_as_if_nothing_ran_while_a_turn_loads(tiny_config: Path) -> None:
+    """Continuum's pins yield to a waiting turn only if nothing runs, since a turn that runs will free memory."""
+    p, load_s = with_host(tiny_config, False, "continuum")
+    p.turn("a", 300, 5)
+    p.scheduler.apply("default/a", HoldEnded(p.clock.now_s(), ReleaseReason.ASKED))
+    assert p.scheduler.reset_prefix_cache(), "only the host has the context now"
+    p.turn("b", 300, 5)
+    load_s[0] = 1.0
+    loading = p.scheduler.requests[p.arrive("a", 10)]
+    p.submit("chat", 500, 20)
+    p.pass_s(0.5)
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert p.held() == {"b"}
+    while p.scheduler.has_unfinished_requests():
         p.pass_s(1.0)
     p.scheduler.check_integrity()

@@ -1,12 +1,13 @@
 """What a scheduler does when the model gets other weights: all KV is dropped, and nothing of it is found again."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import ProgramIdentity
@@ -14,6 +15,7 @@ from replicas.control import dispatch
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import VirtualEngine
 from replicas.vllm_patches import salt_block_hashes
+from tests.replica.test_preemption import with_host
 from tests.replica.test_timelines import SYNC_AND_ASYNC
 
 Replica = Callable[..., VirtualEngine]
@@ -51,7 +53,7 @@ def test_turns_under_way_keep_their_tokens_and_compute_their_context_again(
     waiting = submit(engine, "second", 5)
     before = scheduler.requests[first].num_output_tokens
     assert before > 0
-    assert dispatch(scheduler, "settle", {}) == {"settled": True}
+    assert dispatch(scheduler, "settle", {}) == {"settled": True, "steps": False}
     answer = dispatch(scheduler, "renew_kv", {"version": "other"})
     assert answer == {"tokens": {first: before, waiting: 0}}
     assert engine.free_blocks() == engine.shape.num_blocks - 1
@@ -82,6 +84,33 @@ def test_no_hold_and_no_cached_prefix_of_other_weights_is_used(replica: Replica)
     engine.run()
     later = scheduler.programs.to_public_dict("default/later")["turns"][-1]  # type: ignore[index]
     assert later["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_loaded_turn_that_waits_for_a_place_computes_its_context_again(tiny_config: Path, preempted: bool) -> None:
+    """vLLM does not look at it while the batch is full."""
+    p, load_s = with_host(tiny_config, False)
+    p.turn("a", 300, 5)
+    assert p.scheduler.reset_prefix_cache(), "only the host has the context now"
+    p.pass_s(0.05)
+    load_s[0] = 0.05
+    loaded = p.scheduler.requests[p.arrive("a", 10)]
+    loaded.num_preemptions = int(preempted)
+    p.step()
+    for name in ("max_num_running_reqs", "max_num_active_reqs"):
+        if hasattr(p.scheduler, name):
+            setattr(p.scheduler, name, 1)
+    p.submit("chat", 100, 50)
+    p.pass_s(0.1)
+    assert loaded.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert dispatch(p.scheduler, "settle", {}) == {"settled": True, "steps": False}
+    dispatch(p.scheduler, "renew_kv", {"version": "other"})
+    assert p.engine.free_blocks() == p.engine.shape.num_blocks - 1
+    assert loaded.status is (RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING)
+    assert not p.scheduler._inflight_prefills
+    p.engine.run()
+    p.scheduler.check_integrity()
+    assert p.last_turn("a")["weights"] == ["other"]
 
 
 @pytest.mark.usefixtures("_own_hashes")
