@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import vllm
@@ -22,8 +22,12 @@ from cluster.core.errors import ConfigError
 FORMAT = 1
 """Version of the files' format."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Number and size of the parts of each weights file that are compared. Two sets of weights that agree in all of them
-are the same: training changes all layers."""
+"""Number and size of the parts of each file that are compared, beside those of its tensors."""
+TENSORS = 1024
+"""Largest number of tensors of a safetensors file of which a part is compared. Training changes all of a tensor, but
+perhaps one kind of tensor only (merged adapters, frozen layers). Of more tensors, the digests of their names choose."""
+HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file, by its format."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -82,10 +86,28 @@ def weights_identity(folder: Path, commit: str | None) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
-            for sample in range(SAMPLES):
-                content.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            places = [max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1) for sample in range(SAMPLES)]
+            if file.suffix == ".safetensors":
+                places += _tensors(content, size)
+            for place in places:
+                content.seek(place)
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _tensors(content: BinaryIO, size: int) -> list[int]:
+    """Return the places of the middles of a safetensors file's tensors. A file that is none has no places."""
+    length = int.from_bytes(content.read(8), "little")
+    if length > min(size, HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(content.read(length))
+        ends = {name: header[name]["data_offsets"] for name in header if name != "__metadata__"}
+        middles = {name: 8 + length + (int(begin) + int(end)) // 2 for name, (begin, end) in ends.items()}
+    except (ValueError, TypeError, KeyError):
+        return []
+    chosen = sorted(middles, key=lambda name: hashlib.sha256(name.encode()).digest())[:TENSORS]
+    return sorted(middles[name] for name in chosen)
 
 
 def folder_name(spec: OffloadingSpec) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -532,3 +534,20 @@ def test_weights_are_told_apart_by_samples(tmp_path: Path) -> None:
     assert weights_identity(Path("org/model"), "abc") == "org/model@abc"
     with pytest.raises(ConfigError, match=r"replicas\.disk_tier"):
         weights_identity(Path("org/model"), None)
+
+
+def test_weights_that_differ_in_one_kind_of_tensor_differ(tmp_path: Path) -> None:
+    """A merged adapter changes these tensors only. They are between the parts of the file that are compared."""
+    weights = {f"layers.{layer}.mlp": torch.zeros(300_000) for layer in range(7)} | {"norm": torch.zeros(300_000)}
+    weights |= {f"layers.{layer}.q": torch.zeros(500) for layer in range(7)}
+    save_file(weights, tmp_path / "model.safetensors")
+    before = weights_identity(tmp_path, None)
+    weights |= {f"layers.{layer}.q": torch.ones(500) for layer in range(7)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert weights_identity(tmp_path, None) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"\x02\0\0\0\0\0\0\0[]", b"\xff" * 100, b'\x0b\0\0\0\0\0\0\0{"a":{"b":1}}'])
+def test_a_file_that_is_no_safetensors_file_has_an_identity(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert weights_identity(tmp_path, None) != weights_identity(tmp_path / "..", None)
