@@ -44,23 +44,23 @@ class NullTurns:
     """The `Turns` of a runner whose turns and programs are not measured."""
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "NullTurns":
-        """Record nothing."""
+        """Return this object as the measured turn."""
         return self
 
     def rejected(self, reason: str, model: str) -> None:
-        """Record nothing."""
+        """Count no rejection."""
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
-        """Record nothing."""
+        """Count no end of a program."""
 
     def received(self, tokens: int) -> None:
-        """Record nothing."""
+        """Count no tokens."""
 
     def takes_alone(self, alone_s: float | None) -> None:
-        """Record nothing."""
+        """Keep no time for a bound."""
 
     def over(self, outcome: Outcome | None) -> None:
-        """Record nothing."""
+        """Judge no turn."""
 
 
 class RunWatch:

@@ -145,6 +145,20 @@ def test_decodes_wait_for_prompts_that_fit(made: list[Programs], tiny_config: Pa
     assert [p.step() for _ in range(3)] == [{"b1": 90, "c1": 10}, {"c1": 50}, {"a1": 1, "b1": 1, "c1": 1}]
 
 
+@pytest.mark.parametrize(("order", "first"), [("turn", "b1"), ("program", "a2")])
+def test_the_turns_of_earlier_programs_can_come_first(
+    made: list[Programs], tiny_config: Path, order: str, first: str
+) -> None:
+    p = Programs(PEERS.load("vllm-v0")(order=order).build(COST), tiny_config, max_num_seqs=1)
+    made.append(p)
+    p.arrive("a", 40)
+    p.step()
+    p.arrive("b", 40)
+    p.clock.advance(1.0)
+    p.arrive("a", 40)
+    assert list(p.step()) == [first]
+
+
 def test_decodes_go_on_where_the_prompt_does_not_fit(made: list[Programs], tiny_config: Path) -> None:
     """Sixteen blocks and none as a watermark: five are free when a has eleven."""
     p = Programs(PEERS.load("vllm-v0")().build(COST), tiny_config, num_blocks=17)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_papers_policies_see_the_future_unless_a_flag_says_otherwise() -> None:
     assert told(None) == ["mars", "augserve"]
     assert told(True) == ["continuum", "mars", "augserve"]
     assert told(False) == []
+
+
+def test_without_a_prefix_cache_only_our_policies_have_host_memory() -> None:
+    names = ("vllm", "vllm-priority", "vllm-v0", "infercept")
+    settings = SimulationSettings(policies=names, rates_per_s=(1.0,), host_gib=10.0)
+    assert [settings.host_blocks(name) > 0 for name in names] == [True, True, False, True]
+    without = replace(settings, prefix_cache=False)
+    assert [without.host_blocks(name) > 0 for name in names] == [False, False, False, True]
+
+
+def test_ends_are_always_reported_to_the_policy_whose_paper_knows_them() -> None:
+    names = ("vllm", "continuum", "caesura", "vllm+pause=continuum")
+    settings = SimulationSettings(policies=names, rates_per_s=(1.0,))
+    assert [settings.reports_of(name) for name in names] == ["nothing", "ends", "nothing", "ends"]
+    assert replace(settings, reports="ahead").reports_of("continuum") == "ahead"
 
 
 def test_peers_are_simulated_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,3 +245,9 @@ def test_a_leaked_block_is_found(bench: Bench) -> None:
 
 def test_the_cost_model_by_hand_is_the_one_in_use() -> None:
     assert COST.step_s(64, 100, 1, 4000) == pytest.approx(step_s(64, 100, 1, 4000))
+
+
+def test_programs_count_up_to_the_end_of_the_run_although_it_has_nothing_left_to_do(bench: Bench) -> None:
+    [record] = bench.run((0.0, program(turn(100, 3))), until_s=500.0)
+    assert bench.clock.now_s() < 500.0
+    assert record.until_s == 500.0
