@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +143,7 @@ def _table(figure: Figure, rows: Sequence[Compared]) -> list[str]:
     ran = [key for key in figure.factors if any(row.with_factors.get(key) is not None for row in rows)]
     names = ["published", "here", "ratio", *(figure.factors[key].what for key in ran)]
     lines = [f"### {figure.title}", "", f"| | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
-    for row in rows:
-        shown_row = replace(row, with_factors={key: row.with_factors.get(key) for key in ran})
-        lines.append(f"| {' | '.join(cells(shown_row, factors=True))} |")
-    return lines
+    return [*lines, *(f"| {' | '.join(cells(row, ran))} |" for row in rows)]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.augserve_profile import POLICY as AUGSERVE
+from benchmarks.augserve_profile import chosen
 from benchmarks.results import save
 from cluster.offline.simulator.run import RunResult, bound_of, simulate_all
 from cluster.offline.simulator.settings import SimulationSettings
@@ -45,13 +47,15 @@ def main() -> int:
         for name, (factor, fields) in CHANGES.items():
             file = Path(folder) / "model.json"
             changed(preset(arguments.preset), factor, fields).save(file)
+            policies = tuple(arguments.policies.split(","))
             settings = SimulationSettings(
-                policies=tuple(arguments.policies.split(",")),
+                policies=policies,
                 rates_per_s=(1.0,),
                 preset=str(file),
                 trace=arguments.trace,
                 minutes=arguments.minutes,
                 seeds=tuple(int(seed) for seed in arguments.seed.split(",")),
+                parameters={AUGSERVE: chosen(arguments.preset)} if AUGSERVE in policies else {},
             )
             capacity = bound_of(settings, settings.seeds[0]).capacity_per_s
             loaded = replace(settings, rates_per_s=tuple(round(share * capacity, 3) for share in shares))

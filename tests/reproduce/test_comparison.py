@@ -4,7 +4,7 @@ import pytest
 
 from cluster.core.errors import ConfigError
 from cluster.offline.reproduce.comparison import Results, compare, load_at, sustained
-from cluster.offline.reproduce.plan import PAPERS, Figure, Job, check, jobs_of, paper_of
+from cluster.offline.reproduce.plan import PAPERS, Factor, Figure, Job, check, jobs_of, paper_of
 from cluster.offline.reproduce.report import as_json, summary
 from cluster.offline.reproduce.running import Measured, settings_of
 
@@ -92,9 +92,9 @@ def test_a_curve_that_never_reaches_a_level_sustains_nothing() -> None:
 
 def test_quick_runs_the_marked_loads_and_settings_go_from_the_figure_to_load_and_system() -> None:
     plan = {"f": figure()}
-    quick = jobs_of(plan, (0,), quick=True, factors=False)
+    quick = jobs_of(plan, (0,), quick=True, factors=())
     assert [(job.system, job.load) for job in quick] == [("old", "1"), ("new", "1")]
-    whole = jobs_of(plan, (0, 1), quick=False, factors=True)
+    whole = jobs_of(plan, (0, 1), quick=False, factors={"slow"})
     assert len(whole) == 2 * 2 * 2 * 2
     last = whole[-1]
     assert (last.factor, last.settings["slower"], last.settings["minutes"], last.settings["rate"]) == (
@@ -114,12 +114,13 @@ def test_every_plan_can_be_run_and_has_headlines(name: str, tmp_path_factory: py
     traces = tmp_path_factory.mktemp("traces")
     for trace in ("infercept_merge", "liveswe_gpt5mini"):
         (traces / f"{trace}.jsonl.gz").write_bytes(EMPTY_GZIP)
-    for job in jobs_of(plan.figures, (0,), quick=False, factors=True):
+    factors = {key for one in plan.figures.values() for key in one.factors}
+    for job in jobs_of(plan.figures, (0,), quick=False, factors=factors):
         settings, cost = settings_of(job, traces, traces)
         assert settings.policies == (plan.figures[job.figure].systems[job.system].policy,)
         assert cost.kv_capacity_tokens > 0
     assert any(row.headline for one in plan.figures.values() for row in one.rows)
-    assert jobs_of(plan.figures, (0,), quick=True, factors=False)
+    assert jobs_of(plan.figures, (0,), quick=True, factors=())
 
 
 EMPTY_GZIP = bytes.fromhex("1f8b08000000000000ff03000000000000000000")
@@ -127,6 +128,24 @@ EMPTY_GZIP = bytes.fromhex("1f8b08000000000000ff03000000000000000000")
 
 def test_a_factor_that_names_no_system_is_refused() -> None:
     wrong = Figure.model_validate(FIGURE | {"factors": {"slow": {"what": "slower", "parameters": {"other": {}}}}})
+    with pytest.raises(ConfigError, match="factor slow: there is no system other"):
+        check("f", wrong)
+
+
+def test_a_factor_of_one_system_runs_that_system_only_and_the_others_keep_their_numbers() -> None:
+    factor = {"what": "new on slower steps", "systems": ["new"], "settings": {"slower": 2.0}}
+    rows = [{"kind": "ratio", "system": "new", "against": "old", "load": "1", "published": 1}]
+    plan = Figure.model_validate(FIGURE | {"rows": [row | {"what": "a", "measure": "latency"} for row in rows]})
+    plan = plan.model_copy(update={"factors": {"slow": Factor.model_validate(factor)}})
+    changed = [job for job in jobs_of({"f": plan}, (0,), quick=True, factors={"slow"}) if job.factor]
+    assert [(job.system, job.settings["slower"]) for job in changed] == [("new", 2.0)]
+    runs = [
+        Measured(Job("f", system, "1", 0, factor), {"latency": value}, 1, 1)
+        for system, factor, value in (("old", "", 2.0), ("new", "", 6.0), ("new", "slow", 8.0))
+    ]
+    [found] = compare("f", plan, Results(runs))
+    assert (found.here, found.with_factors) == (3.0, {"slow": 4.0})
+    wrong = plan.model_copy(update={"factors": {"slow": Factor.model_validate(factor | {"systems": ["other"]})}})
     with pytest.raises(ConfigError, match="factor slow: there is no system other"):
         check("f", wrong)
 

@@ -77,7 +77,7 @@ def test_it_prints_published_numbers_beside_ours_and_writes_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
 ) -> None:
     out, plots = tmp_path / "out.json", tmp_path / "plots"
-    what = ("--traces", str(traces), "--quick", "--factors", "--jobs", "1", "--quiet")
+    what = ("--traces", str(traces), "--quick", "--factors", "all", "--jobs", "1", "--quiet")
     assert caesura(monkeypatch, *what, "--json", str(out), "--plots", str(plots)) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("published", "latency of LAMPS", "slower", "its data are not public"))
@@ -95,6 +95,7 @@ def test_it_prints_published_numbers_beside_ours_and_writes_them(
     [
         (("--figure", "table9"), "--figure: 'table9' is none of table1"),
         (("--seed", "one"), "--seed"),
+        (("--factors", "slow,fast"), "--factors: fast is none of slow, or all"),
         (("--figure", "table2", "--quick"), "--quick: it runs no load of table2"),
     ],
 )

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Set
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,18 @@ import typer
 from cluster.core.errors import ConfigError
 from cluster.offline.commands._common import Outputs
 
+ALL = "all"
+"""In place of names of factors: all of them."""
+
 
 def reproduce(
     paper: Annotated[str, typer.Argument(help="infercept, lamps, mars, augserve or continuum.")],
     traces: Annotated[Path, typer.Option(help="Folder of the traces, NAME.jsonl.gz.")],
     figure: Annotated[str | None, typer.Option(help="One table or figure, such as table3. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer loads and one seed.")] = False,
-    factors: Annotated[bool, typer.Option("--factors", help="Run again with each suspected cause changed.")] = False,
+    factors: Annotated[
+        str, typer.Option(help="Suspected causes to change in further runs: names of factors with commas, or all.")
+    ] = "",
     seed: Annotated[str, typer.Option(help="One, or several with commas; their mean is shown.")] = "0,1,2",
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 2,
     json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
@@ -44,7 +50,8 @@ def reproduce(
         if figure is not None and figure not in plan.figures:
             raise ConfigError(f"--figure: {figure!r} is none of {', '.join(plan.figures)}")
         chosen = {name: one for name, one in plan.figures.items() if figure in (None, name)}
-        runs = jobs_of(chosen, (0,) if quick else _seeds(seed), quick=quick, factors=factors)
+        changed = _factors(factors, {key for one in chosen.values() for key in one.factors})
+        runs = jobs_of(chosen, (0,) if quick else _seeds(seed), quick=quick, factors=changed)
         if not runs:
             raise ConfigError(f"--quick: it runs no load of {figure}; leave it out")
         progress.begin("runs", len(runs))
@@ -60,7 +67,7 @@ def reproduce(
         if not found:
             continue
         rows += found
-        print_table(table_of(one, found, factors=factors), console)
+        print_table(table_of(one, found, changed), console)
         for path in write_plots(name, one, results, plots) if plots is not None else ():
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
         for missing in one.missing:
@@ -78,3 +85,13 @@ def _seeds(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"--seed: {error}") from None
+
+
+def _factors(text: str, known: Set[str]) -> Set[str]:
+    """Return the factors that are named. A figure of several may lack some."""
+    if text == ALL:
+        return known
+    named = {part.strip() for part in text.split(",")} - {""}
+    if unknown := named - known:
+        raise ConfigError(f"--factors: {', '.join(sorted(unknown))} is none of {', '.join(sorted(known))}, or {ALL}")
+    return named

@@ -65,18 +65,26 @@ class Results:
 
     def __init__(self, runs: Iterable[Measured]) -> None:
         self._values: dict[tuple[str, str, str, str, int], Mapping[str, float | None]] = {}
+        self._factors: set[tuple[str, str]] = set()
         self.seeds: list[int] = []
         self.figures: set[str] = set()
         for run in runs:
             job = run.job
             self.figures.add(job.figure)
+            self._factors.add((job.figure, job.factor))
             self._values[job.figure, job.factor, job.system, job.load, job.seed] = run.values
             if job.seed not in self.seeds:
                 self.seeds.append(job.seed)
 
     def value(self, figure: str, factor: str, system: str, load: str, seed: int, measure: str) -> float | None:
-        """Return a measure; None if it is undefined or was not run."""
-        return self._values.get((figure, factor, system, load, seed), {}).get(measure)
+        """Return a measure; None if it is undefined or was not run.
+
+        A system that a factor does not change has the measure that it has without the factor.
+        """
+        values = self._values.get((figure, factor, system, load, seed))
+        if values is None and (figure, factor) in self._factors:
+            values = self._values.get((figure, "", system, load, seed))
+        return (values or {}).get(measure)
 
     def mean(self, figure: str, factor: str, system: str, load: str, measure: str) -> float | None:
         """Return the mean over the seeds; None if it is undefined for one of them."""

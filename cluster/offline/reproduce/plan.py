@@ -11,7 +11,7 @@ paper's names), loads, measures, and rows. A row is one published number and how
                over all levels that both reach
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
@@ -72,8 +72,18 @@ class Factor(_Strict):
 
     what: str
     settings: dict[str, Any] = {}
+    systems: list[str] | None = None
+    """The systems whose settings change; None: all."""
     parameters: dict[str, dict[str, Any]] = {}
     """By system, the parameters of its policy that change."""
+
+    def applies_to(self, system: str) -> bool:
+        """Return whether the settings of a system change."""
+        return self.systems is None or system in self.systems
+
+    def changes(self, system: str) -> bool:
+        """Return whether anything of a system changes."""
+        return system in self.parameters or (bool(self.settings) and self.applies_to(system))
 
 
 class Figure(_Strict):
@@ -147,22 +157,30 @@ def check(where: str, figure: Figure) -> None:
         if (row.kind == "value") != (row.against is None) or (row.kind == "value" and row.load is None):
             raise ConfigError(f"{where}: {row.what}: {row.kind} needs or lacks `against` or `load`")
     for name, factor in figure.factors.items():
-        if unknown := factor.parameters.keys() - figure.systems.keys():
+        if unknown := (factor.parameters.keys() | {*(factor.systems or ())}) - figure.systems.keys():
             raise ConfigError(f"{where}: factor {name}: there is no system {', '.join(sorted(unknown))}")
 
 
-def jobs_of(figures: Mapping[str, Figure], seeds: tuple[int, ...], *, quick: bool, factors: bool) -> list[Job]:
-    """Return the runs of the figures. ``quick`` leaves out loads that are not marked for it."""
+def jobs_of(
+    figures: Mapping[str, Figure], seeds: tuple[int, ...], *, quick: bool, factors: Container[str]
+) -> list[Job]:
+    """Return the runs of the figures: as they are, then with each of ``factors``, where it changes a system.
+
+    ``quick`` leaves out loads that are not marked for it.
+    """
     jobs = []
     for name, figure in figures.items():
-        variants = {"": Factor(what="")} | (figure.factors if factors else {})
-        for factor, changed in variants.items():
+        variants = {key: one for key, one in figure.factors.items() if key in factors}
+        for factor, changed in ({"": Factor(what="")} | variants).items():
             for load_name, load in figure.loads.items():
                 if quick and not load.quick:
                     continue
                 for system_name, system in figure.systems.items():
+                    if factor and not changed.changes(system_name):
+                        continue
                     parameters = system.parameters | changed.parameters.get(system_name, {})
                     own = {"policy": system.policy, "parameters": parameters, "rate": load.rate}
-                    settings = figure.settings | load.settings | system.settings | changed.settings | own
+                    other = changed.settings if changed.applies_to(system_name) else {}
+                    settings = figure.settings | load.settings | system.settings | other | own
                     jobs += [Job(name, system_name, load_name, seed, factor, settings) for seed in seeds]
     return jobs

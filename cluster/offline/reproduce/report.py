@@ -1,7 +1,7 @@
 """Prints a paper's comparison, and writes it as JSON, as Markdown and as plots."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,23 @@ def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def table_of(figure: Figure, rows: Sequence[Compared], *, factors: bool) -> Table:
-    """Return the table *published, here, ratio* of a figure, and a column for each factor."""
+def table_of(figure: Figure, rows: Sequence[Compared], factors: Container[str]) -> Table:
+    """Return the table *published, here, ratio* of a figure, and a column for each of the factors."""
     table = Table(title=figure.title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("")
-    names = [factor.what for factor in figure.factors.values()] if factors else []
-    for column in ("published", "here", "ratio", *names):
+    ran = {key: factor.what for key, factor in figure.factors.items() if key in factors}
+    for column in ("published", "here", "ratio", *ran.values()):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*cells(row, factors=factors))
+        table.add_row(*cells(row, ran))
     return table
 
 
-def cells(row: Compared, *, factors: bool) -> list[str]:
-    """Return the texts of a row."""
+def cells(row: Compared, factors: Iterable[str]) -> list[str]:
+    """Return the texts of a row, with its numbers under ``factors``."""
     here = shown(row.here) + (f" ± {row.spread:.2g}" if row.spread is not None else "")
     ratio = shown(row.ratio) + ("" if row.near else " *")
-    return [row.what, shown(row.published), here, ratio, *(map(shown, row.with_factors.values()) if factors else ())]
+    return [row.what, shown(row.published), here, ratio, *(shown(row.with_factors.get(key)) for key in factors)]
 
 
 def summary(rows: Sequence[Compared]) -> str:

@@ -325,6 +325,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         max_model_len=max(peak_tokens + 1, settings.step_tokens),
         prefix_caching=run.policy != STOCK_NO_CACHE,
         forgetful=not settings.prefix_cache and run.policy != STOCK_NO_CACHE,
+        mixed_steps=settings.mixed_steps,
         host_blocks=settings.host_blocks(run.policy),
     )
     policy = settings.scheduler(run.policy)
