@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deviations import table_of
 from benchmarks.results import commit
 from cluster.offline.reproduce.comparison import Compared
 from cluster.offline.reproduce.plan import PAPERS, Figure, Paper, Row, paper_of
@@ -55,7 +56,14 @@ def with_results(name: str, page: str) -> str:
     rows = [row for one in kept for row in _rows(one, plan)]
     made = {row["figure"]: _made(one) for one in kept for row in one["rows"]}
     alike = f" {next(iter(made.values()))}" if len(set(made.values())) == 1 else ""
-    lines = ["", MARK, "", "## Results beside the paper's", *(["", f"{summary(rows)}{alike}"] if rows else [])]
+    lines = [
+        "",
+        MARK,
+        "",
+        *([*changes, ""] if (changes := table_of(name)) else []),
+        "## Results beside the paper's",
+        *(["", f"{summary(rows)}{alike}"] if rows else []),
+    ]
     for figure in dict.fromkeys(row.figure for row in rows):
         lines += ["", *_table(plan.figures[figure], [row for row in rows if row.figure == figure])]
         lines += [] if alike else ["", made[figure]]

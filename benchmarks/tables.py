@@ -44,6 +44,8 @@ SIMULATED = (
 """Folders whose content decides the results: all that `caesura simulate` imports."""
 AFTERWARDS = (
     "benchmarks.silicon",
+    "benchmarks.reproduced --traces {traces}",
+    "benchmarks.deviations --traces {traces}",
     "benchmarks.sensitivity --trace {traces}/infercept_merge.jsonl.gz --seed {seeds}",
     "benchmarks.router",
     "benchmarks.other_simulator --trace {traces}/iso_bench_trae.jsonl.gz --alone",
@@ -100,7 +102,7 @@ def main() -> int:
     missed = sorted(failed)
     if not (arguments.only or arguments.quick or arguments.seeds):
         missed += afterwards(folder, {"traces": str(arguments.traces), "seeds": ",".join(map(str, plan["seeds"]))})
-        for page in ("benchmarks.readme", "benchmarks.frontier"):
+        for page in ("benchmarks.papers", "benchmarks.readme", "benchmarks.frontier"):
             subprocess.run([sys.executable, "-m", page], cwd=ROOT, check=True)
     if missed:
         print(f"Failed, or a target was missed: {', '.join(missed)}")

@@ -425,6 +425,9 @@ class Policy:
     max_wait_s: float | None = None
     """Bound on the seconds from a turn's arrival to its first token, by which `replicas.load_shedding` refuses new
     programs. None: there is no bound, and nothing is refused."""
+    skips_swapped: bool = False
+    """Whether waiting turns whose context is on the host are passed over while they do not fit, as in engines with a
+    queue of their own for swapped turns (InferCept section 4.3, AugServe algorithm 1)."""
     single_flight: bool = False
     """Whether waiting turns wait for blocks that a running prompt is about to compute, see `replicas.single_flight`."""
     preemption: PreemptionPolicy | None = None

@@ -107,7 +107,9 @@ class AgentScheduler(LoadingScheduler):
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()
         self.durations, self.duration_changes = DurationTable(), DurationChanges()
-        self.waiting_queues = tuple(RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
+        self.waiting_queues = tuple(
+            RankedQueue(self._rank, lambda one: self.views.missing_tokens(one)) for _ in range(2)
+        )
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
@@ -320,7 +322,7 @@ class AgentScheduler(LoadingScheduler):
             return None
         self.consider(first.request)
         cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
-        head = head_of(first, self._missing_tokens, cached, self.block_size)
+        head = head_of(first, self.views.missing_tokens, cached, self.block_size)
         return head if head is not None and head.tokens <= self.views.load.free_tokens else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -338,14 +340,11 @@ class AgentScheduler(LoadingScheduler):
             return LOADED
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
 
-    def _missing_tokens(self, request: Request) -> int:
-        """Return the tokens of a waiting turn that are not held for it."""
-        turn = self.turns.get(request.request_id)
-        held = self.holds.get(turn.key) if turn is not None and turn.key is not None else None
-        return max(1, int(request.num_tokens - request.num_computed_tokens - (held.tokens if held else 0)))
-
     def consider(self, request: Request) -> None:
-        """Let vLLM skip the turn that it would admit next, if it should wait for another one's blocks."""
+        """Let vLLM skip the turn that it would admit next, if it should wait for memory or for another one's blocks."""
+        passes = self.policies.skips_swapped and self.running and self.views.is_swapped(request)
+        if passes and self.views.missing_tokens(request) > self.load_now().free_tokens:
+            self.single_flight.skip(request)
         if self.policies.single_flight and self.groups.prefixes_stay:
             is_late = any(queue.puts_off(request.request_id) for queue in self.waiting_queues)
             self.single_flight.consider(request, self.running, is_late=is_late)
@@ -383,7 +382,7 @@ class AgentScheduler(LoadingScheduler):
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
-        ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast)
+        ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self.views.missing_tokens(request), turn.forecast)
         self.trees.turn_arrived(key, request.request_id, ahead, None if before else turn.identity.parent_key)
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
@@ -565,7 +564,7 @@ class AgentScheduler(LoadingScheduler):
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""
         waiting = [one for queue in self.waiting_queues for one in queue if self.turns[one.request_id].key != key]
-        return self.fits_beside(found, map(self._missing_tokens, waiting))
+        return self.fits_beside(found, map(self.views.missing_tokens, waiting))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""

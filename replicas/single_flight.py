@@ -72,6 +72,12 @@ class SingleFlight:
             self._marked.append(request)
             self._counters["single_flight_waits"] += 1
 
+    def skip(self, request: Request) -> None:
+        """Let vLLM skip a turn that it would admit next for one step."""
+        if not request.num_stale_output_tokens:
+            request.num_stale_output_tokens = 1
+            self._marked.append(request)
+
     def step_ends(self) -> None:
         """Remove the marks, once a step has been scheduled."""
         for request in self._marked:

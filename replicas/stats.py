@@ -119,6 +119,8 @@ class Waste:
     recomputed: float = 0.0
     """KV of each step's batch, times the share of recomputed tokens in the scheduled tokens. It includes the program's
     own KV and that of the other turns in the batch."""
+    recomputing_s: float = 0.0
+    """Seconds of the steps, times that share."""
     _settled_s: float = field(default=0.0, repr=False, compare=False)
 
     def settle(self, now_s: float, held_tokens: int) -> None:
@@ -136,6 +138,7 @@ class Waste:
             seconds: duration of the step.
         """
         self.recomputed += again / total * seconds * context
+        self.recomputing_s += again / total * seconds
 
 
 def computed_again(length: int, tokens: int, known_tokens: int) -> int:

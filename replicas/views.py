@@ -62,6 +62,19 @@ class Views:
         self._block_tokens = block_tokens
         self._bounds_of = bounds_of
 
+    def missing_tokens(self, request: Request) -> int:
+        """Return the tokens of a waiting turn that are not held for it."""
+        turn = self._turns.get(request.request_id)
+        held = self._holds.get(turn.key) if turn is not None and turn.key is not None else None
+        return max(1, int(request.num_tokens - request.num_computed_tokens - (held.tokens if held else 0)))
+
+    def is_swapped(self, request: Request) -> bool:
+        """Return whether a waiting turn finds its context on the host, of which nothing is on the device yet."""
+        turn = self._turns.get(request.request_id)
+        if turn is None or turn.key is None or request.num_computed_tokens or turn.key in self._holds:
+            return False
+        return self._swapping.tokens_of(turn.key) > 0
+
     def waiting(self, request: Request) -> TurnView:
         """Return the view of a waiting turn."""
         turn = self._turns[request.request_id]

@@ -251,8 +251,6 @@ class Shape:
     forgetful: bool = False
     """Whether the content of a block is forgotten once nothing uses or holds it, and host copies once their program is
     not swapped out, as in an engine that keeps the KV of paused programs, but has no prefix cache."""
-    mixed_steps: bool = True
-    """Whether a step of an AgentScheduler may have prompts and decodes. False: as in vLLM's first engine."""
     host_blocks: int = 0
     """Number of blocks of the host tier. 0 means that there is none."""
 

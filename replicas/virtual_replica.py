@@ -25,7 +25,6 @@ from replicas.control import dispatch
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
 from replicas.peers.peer import NO_FIELDS, Peer
-from replicas.peers.vllm_v0 import V0AgentScheduler
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.stats import Waste, computed_again
@@ -137,8 +136,7 @@ class VirtualReplica:
             return cls(engine, cost, clock, link, peer=policy)
         settings = SchedulerSettings(policy=policy, cost=cost, slo=slo)
         tiers = kv_transfer_config if disk is None else disk.transfer_config
-        scheduler = AgentScheduler if shape.mixed_steps else V0AgentScheduler
-        engine = VirtualEngine(scheduler, model, shape, settings, link=link, transfer_config=tiers)
+        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link, transfer_config=tiers)
         engine.scheduler.clock = clock
         return cls(engine, cost, clock, link, disk)
 
@@ -310,7 +308,7 @@ class VirtualReplica:
     def settled_waste(self) -> Waste:
         """Return the waste up to now."""
         self._settle()
-        return Waste(self.waste.held, self.waste.recomputed)
+        return Waste(self.waste.held, self.waste.recomputed, self.waste.recomputing_s)
 
     def _settle(self) -> None:
         """Integrate the held memory up to now.

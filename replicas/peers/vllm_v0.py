@@ -1,7 +1,5 @@
 """vLLM's first engine (V0), with which most of the papers compare: a step computes prompts or decodes, never both.
 
-`V0AgentScheduler` runs a policy of Caesura on such steps, as the engines of the papers do that were built on V0.
-
 Source: vLLM 0.2 (2023), ``vllm/core/scheduler.py``, without chunked prefill, its default. Waiting prompts come first,
 as long as the first of them fits into memory, with a watermark of 1% of the blocks. The running turns wait for them.
 vLLM 0.29 adds prompts to the steps that decode (chunked prefill).
@@ -15,12 +13,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from replicas.cost_model import CostModel
 from replicas.peers.peer import Peer
 from replicas.peers.vllm_priority import VllmPriority
-from replicas.scheduler import AgentScheduler
 
 WATERMARK = 0.01
 """Share of the blocks that admissions leave free (vLLM 0.2: ``watermark``)."""
@@ -67,26 +63,8 @@ class V0Scheduler(AsyncScheduler):
             self._tried = None
             return False
         self._tried = first.request_id
-        return self._fits(first)
-
-    def _fits(self, request: Request) -> bool:
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() - self.kv_cache_manager.watermark_blocks
-        return bool(request.num_tokens <= free * self.block_size)
-
-
-class V0AgentScheduler(AgentScheduler, V0Scheduler):
-    """Caesura's scheduler with steps of prompts only, and of decodes only.
-
-    A turn that begins with the memory of another program's hold, or whose context comes from the host, may begin in a
-    step that decodes: whether it can begin is known only when it is tried.
-    """
-
-    def _fits(self, request: Request) -> bool:
-        key = self.turns[request.request_id].key
-        if key is not None and self.swapping.tokens_of(key):
-            return False
-        reserve = self.groups.tokens_in(self.kv_cache_manager.watermark_blocks)
-        return self._missing_tokens(request) <= self.load_now().free_tokens - reserve
+        return bool(first.num_tokens <= free * self.block_size)
 
 
 class VllmV0(Peer):

@@ -4,7 +4,7 @@ Source: AugServe sections 4.3 (two-stage value, eq. 4-26) and 4.4 (dynamic budge
 wastes, M is left out: values are in token-seconds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -51,9 +51,9 @@ class AugserveParameters(BaseModel):
     def build(self) -> Policy:
         """Build the policy."""
         alpha = self.alpha_tokens if self.anti_starvation else 0.0
-        order: OrderPolicy = TwoStage(alpha, self.cache_aware) if self.two_stage else OriginalArrival()
         budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()
-        return Policy("augserve", order, LeastWaste(Predicted(self.cache_aware)), budget)
+        order: OrderPolicy = TwoStage(alpha, self.cache_aware, budget) if self.two_stage else OriginalArrival()
+        return Policy("augserve", order, LeastWaste(Predicted(self.cache_aware)), budget, skips_swapped=True)
 
 
 def prefill_cost(prompt: float, step_tokens: float, step_s: float) -> float:
@@ -90,6 +90,8 @@ class TwoStage:
 
     alpha_tokens: float
     cache_aware: bool
+    budget: BudgetPolicy = field(default_factory=FullBudget)
+    """N_max: the tokens of a step (section 4.4)."""
 
     @property
     def refresh_steps(self) -> None:
@@ -108,7 +110,7 @@ class TwoStage:
         """Return V1 before the program's first call (eq. 13-15), V_final after it (eq. 20-25), in token-seconds."""
         load, tokens = turn.load, turn.tokens
         output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-        step_s, step_tokens = iteration_s(load), load.facts.max_tokens
+        step_s, step_tokens = iteration_s(load), self.budget.tokens(load)
         total = min(turn.program.context_tokens, tokens)
         if total == 0:
             spent = prefill_cost(tokens, step_tokens, step_s)

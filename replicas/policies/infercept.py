@@ -58,7 +58,8 @@ class InferceptParameters(BaseModel):
         if self.handling != "least_waste":
             judge = Fixed(self.handling, self.short_s, judge)
         budget: BudgetPolicy = SaturationBudget(self.saturation_tokens) if self.saturation_budget else FullBudget()
-        return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
+        pauses = LeastWaste(judge, self.review_steps)
+        return Policy("infercept", OriginalArrival(), pauses, budget, skips_swapped=True)
 
 
 class OriginalArrival:

@@ -110,8 +110,7 @@ def predicted(
 ) -> Wastes:
     """Return the wastes of a pause that is only expected (LAMPS section 4.2, MARS step 1, AugServe eq. 4-6).
 
-    A swap is free if the current iteration hides it. AugServe's eq. 6 has N_max where InferCept has C_batch. The
-    running turns are what waits, so C_batch is used for all.
+    AugServe's eq. 6 has N_max where InferCept has C_batch. The running turns are what waits: C_batch is used for all.
 
     Args:
         load: the replica's load now.
@@ -124,8 +123,7 @@ def predicted(
     lost = lost_share(load) if cache_aware else 1.0
     swapped = inf
     if 0 < context_tokens <= load.facts.host_tokens:
-        swap_s = cost.swap_s(context_tokens)
-        swapped = 0.0 if swap_s <= iteration_s(load) else swap(swap_s, context_tokens + other_tokens)
+        swapped = swap(cost.swap_s(context_tokens), context_tokens + other_tokens)
     return Wastes(
         preserve=preserve(pause_s, context_tokens),
         discard=lost * discard(cost.prefill_s(context_tokens), context_tokens, other_tokens),

@@ -276,6 +276,18 @@ def test_repeated_turns_are_as_many_times_shorter() -> None:
     assert Workload("w", (LONG,)).shaped(Shaping(repeat_turns=2, max_turns=4), 0).programs[0].turns[-1].pause_s == 0.0
 
 
+def test_a_program_can_wait_for_the_call_of_its_last_turn(tmp_path: Path) -> None:
+    """As the benchmark of InferCept's authors does: what the tool returned is read, and a token is generated."""
+    whole = written(tmp_path / "t.jsonl", recorded(), recorded(recorded_turn(new_prompt_tokens=100), program_id="b"))
+    pool = programs_from_trace(whole)
+    assert [len(program.turns) for program in pool.shaped(Shaping(), 0).programs] in ([1, 2], [2, 1])
+    shaped = {program.program_id: program for program in pool.shaped(Shaping(last_calls=True), 0).programs}
+    assert len(shaped["a"].turns) == 2
+    assert shaped["b"].turns == (PlannedTurn(100, 10, 10, "bash", 1.5), PlannedTurn(5, 1, 1))
+    assert shaped["b"].contexts() == [100, 115]
+    assert pool.shaped(Shaping(last_calls=True, max_turns=1), 0).programs[0].turns[-1].tool is None
+
+
 def test_a_share_of_the_programs_has_no_calls() -> None:
     pool = Workload("w", tuple(replace(LONG, program_id=f"{number}") for number in range(10)))
 

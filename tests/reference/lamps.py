@@ -1,7 +1,7 @@
 """LAMPS, written from the paper alone (sections 4.2 to 4.4), with nothing of `replicas.policies`.
 
-Taken from docs/papers/lamps.md, because the paper is silent or the engine differs: a swap that one iteration hides is
-free; C_batch is C and the running tokens; the way is chosen again at the pause.
+Taken from docs/papers/lamps.md, because the paper is silent or the engine differs: C_batch is C and the running tokens;
+the way is chosen again at the pause.
 """
 
 from math import inf
@@ -29,12 +29,10 @@ def transfer_s(load: LoadView, tokens: int) -> float:
 
 def wastes(load: LoadView, context: int, others: float, call_s: float) -> dict[str, float]:
     """Equations 1 to 3, without M."""
-    moved_s = transfer_s(load, context)
-    swap = 0.0 if moved_s <= decode_s(load) else 2 * moved_s * (context + others)
     return {
         "preserve": call_s * context,
         "discard": forward_s(load, context) * (context + others),
-        "swap": swap if 0 < context <= load.facts.host_tokens else inf,
+        "swap": 2 * transfer_s(load, context) * (context + others) if 0 < context <= load.facts.host_tokens else inf,
     }
 
 

@@ -28,7 +28,7 @@ COST = CostModel(
     token_s=3e-5,
     context_s=2e-7,
     pair_s=1e-9,
-    swap_token_s=4e-5,
+    swap_token_s=1e-5,
     swap_overhead_s=0.0005,
 )
 

@@ -331,7 +331,7 @@ def test_the_policy_sees_the_longer_hold(paused: Make) -> None:
     [held] = p.scheduler.holds
     assert p.scheduler.views.hold(held).context_tokens == 305 // BLOCK * BLOCK
     request = p.returns("a", 210)
-    assert p.scheduler._missing_tokens(request) == 315 - 305 // BLOCK * BLOCK
+    assert p.scheduler.views.missing_tokens(request) == 315 - 305 // BLOCK * BLOCK
 
 
 def test_tenants_do_not_share_what_was_computed(paused: Make) -> None:

@@ -56,8 +56,8 @@ def test_the_wastes_of_an_expected_pause() -> None:
     assert wastes.least is Handling.SWAP
 
 
-def test_a_swap_that_an_iteration_hides_is_free_and_without_a_tier_there_is_none() -> None:
-    assert waste.predicted(load(host_tokens=5000), 1000, 4000, 2.0).swap == 0
+def test_the_batch_waits_for_a_short_swap_too_and_without_a_tier_there_is_none() -> None:
+    assert waste.predicted(load(host_tokens=5000), 1000, 4000, 2.0).swap == pytest.approx(2 * 0.01 * 5000)
     assert waste.predicted(load(host_tokens=999), 1000, 4000, 2.0).swap == float("inf")
 
 
@@ -280,7 +280,7 @@ def test_a_program_that_starved_once_comes_first_until_it_ends(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["lamps", "mars", "augserve"])
 def test_the_handling_follows_the_forecast(name: str) -> None:
-    """1000 tokens, others 4000: a discard wastes 500, half a second of holding; a hidden swap nothing."""
+    """1000 tokens, others 4000: a discard wastes 500, half a second of holding; a swap 100."""
     decide = policy(name).pause.decide
     short = decide(pause(pause_s=0.4))
     assert isinstance(short, Hold)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.config.schema import SloConfig
 from cluster.core.clock import ManualClock
 from cluster.core.errors import ConfigError
 from cluster.core.program import USER_REPLY, Hints, ProgramIdentity
@@ -41,7 +41,7 @@ needs_agentinfer = pytest.mark.skipif(
 class Programs:
     """Programs on one virtual replica of a peer. Each step takes the seconds that it is given."""
 
-    def __init__(self, peer: Peer | PolicyConfig, model: Path, **shape: int) -> None:
+    def __init__(self, peer: Peer, model: Path, **shape: int) -> None:
         self.clock = ManualClock()
         self.replica = VirtualReplica.build(peer, COST, SloConfig(), Shape(**shape), model, self.clock)
         self.scheduler: Any = self.replica.engine.scheduler
@@ -187,41 +187,6 @@ def test_a_prompt_that_fits_but_cannot_begin_stops_the_decodes_for_every_other_s
     p.arrive("b", 40)
     assert [p.step() for _ in range(4)] == [{}, {"a1": 1}, {}, {"a1": 1}]
     monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("mixed", "steps"),
-    [
-        (True, [{"a1": 1, "b1": 90, "c1": 9}, {"a1": 1, "b1": 1, "c1": 51}]),
-        (False, [{"b1": 90, "c1": 10}, {"c1": 50}, {"a1": 1, "b1": 1, "c1": 1}]),
-    ],
-)
-def test_a_policy_of_caesura_can_run_on_such_steps(
-    made: list[Programs], tiny_config: Path, mixed: bool, steps: list[dict[str, int]]
-) -> None:
-    policy = PolicyConfig(name="vllm")
-    p = Programs(policy, tiny_config, max_num_batched_tokens=100, max_num_seqs=8, mixed_steps=mixed)
-    made.append(p)
-    p.arrive("a", 40, 20)
-    p.step()
-    p.step()
-    p.arrive("b", 90, 3)
-    p.arrive("c", 60, 3)
-    assert [p.step() for _ in steps] == steps
-
-
-def test_decodes_go_on_where_the_memory_for_the_prompt_is_held(made: list[Programs], tiny_config: Path) -> None:
-    """Sixteen blocks: a's pause holds six, b runs in six. c needs five, and waits for b's end."""
-    policy = PolicyConfig(name="infercept", parameters={"handling": "preserve"})
-    p = Programs(policy, tiny_config, num_blocks=17, mixed_steps=False)
-    made.append(p)
-    p.arrive("a", 90, 2)
-    p.run()
-    assert p.scheduler.holds.num_blocks
-    p.arrive("b", 90, 8)
-    assert [p.step(), p.step()] == [{"b1": 90}, {"b1": 1}]
-    p.arrive("c", 70, 2)
-    assert [p.step() for _ in range(7)] == [{"b1": 1}] * 6 + [{"c1": 70}]
 
 
 # --- agentinfer -------------------------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 """What the papers measure, on programs whose numbers can be worked out by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.core.errors import ConfigError
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
 from cluster.offline.reproduce import running
-from cluster.offline.reproduce.measures import Window, measure_of
+from cluster.offline.reproduce.measures import OF_RUN, Window, measure_of
 from cluster.offline.reproduce.plan import Figure, Job
+from cluster.offline.simulator.run import Wasted
+from cluster.offline.simulator.settings import SimulationSettings
 from replicas.presets import TINY_CPU
 
 BOUNDS = {"ttft_s": 1, "iterations": 10}
@@ -31,12 +35,50 @@ def value(spec: object, *programs: ProgramRecord, window: Window = (0.0, 100.0))
     return measure_of(spec)(programs, window, 0.1)  # type: ignore[arg-type]
 
 
+def test_queueing_is_a_part_of_the_time_of_completed_requests() -> None:
+    done = program(10, 0.5, 30, tool_s=8)
+    waited = replace(done, turns=tuple(replace(turn, queue_s=2.0) for turn in done.turns))
+    assert value("queueing", waited, program(0, 2.5, 9, done=False)) == pytest.approx(100 * 4 / 20)
+    assert value("queueing") is None
+
+
+def test_wasted_memory_is_a_part_of_memory_and_time_and_computing_again_of_the_time_of_steps() -> None:
+    settings = SimulationSettings(policies=("vllm",), rates_per_s=(1.0,), minutes=1.0, warmup_minutes=0.5)
+    memory_gib = settings.blocks * 16 * settings.cost_model().kv_bytes_per_token / 2**30
+    result: Any = SimpleNamespace(
+        wasted_gib_s=Wasted(held=memory_gib * 6, recomputed=memory_gib * 9),
+        recomputing_share=0.375,
+        arrivals_s=90.0,
+        replicas=1,
+    )
+    assert OF_RUN["wasted_memory"](result, settings) == pytest.approx(100 * 15 / 60)
+    assert OF_RUN["recomputing"](result, settings) == 37.5
+    result.recomputing_share = None
+    assert OF_RUN["recomputing"](result, settings) is None
+
+
 def test_the_latency_of_a_request_has_its_tools_and_the_normalised_one_of_infercept_does_not() -> None:
     [one] = [program(10, 0.5, 30, tool_s=8)]
     assert value("latency_s.mean", one) == 20
     assert value("latency_without_tools_s.mean", one) == 12
     assert value("per_token_s.p50", one) == pytest.approx(12 / 20)
     assert value("per_token_with_tools_s.mean", one) == pytest.approx(1.0)
+
+
+def test_infercepts_benchmark_counts_programs_under_way_and_the_tokens_that_tools_return() -> None:
+    """20 tokens of output and 5 returned: 12 s without the tool. The other one has waited for 40 s since its tool."""
+    done = program(10, 0.5, 30, tool_s=8)
+    done = replace(done, turns=(done.turns[0], replace(done.turns[1], previous_context_tokens=15)))
+    waits = program(10, 0.5, 30, tool_s=8, done=False)
+    later = replace(waits.turns[1], previous_context_tokens=15, output_tokens=0, first_token_s=None, last_token_s=None)
+    waits = replace(waits, turns=(waits.turns[0], later), until_s=59.5)
+    assert value("per_token_so_far_s.mean", done) == pytest.approx(12 / 25)
+    assert value("per_token_so_far_s.mean", waits) == pytest.approx((1.5 + 40) / 15)
+
+
+def test_the_ttft_of_completed_programs_leaves_the_others_out() -> None:
+    programs = [program(0, 0.5, 9), program(0, 2.5, 9, done=False)]
+    assert value("ttft_completed_s.mean", *programs) == 0.5
 
 
 def test_the_ttft_is_that_of_the_first_turn_even_of_a_program_that_has_not_ended() -> None:
@@ -86,7 +128,9 @@ def test_an_unknown_measure_is_refused(spec: object) -> None:
 
 
 def test_the_programs_of_the_warmup_reach_the_measures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SimpleNamespace(policies=("vllm",), rates_per_s=(1.0,), routers=("x",), warmup_s=600.0)
+    settings = SimpleNamespace(
+        policies=("vllm",), rates_per_s=(1.0,), routers=("x",), seeds=(0,), noises=(0.0,), warmup_s=600.0
+    )
     goodput = SimpleNamespace(offered_programs=0, completed_programs=0)
     result = SimpleNamespace(
         recorded=SimpleNamespace(programs=(program(500, 1, 650), program(500, 1, 701))),

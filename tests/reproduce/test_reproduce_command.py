@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
-from cluster.offline.reproduce import plan
+from cluster.core.errors import ConfigError
+from cluster.offline.reproduce import plan, running
 from cluster.offline.reproduce.plan import Paper
 
 TURN = {"new_prompt_tokens": 40, "context_tokens": 40, "output_tokens": 8, "tool": "ls", "tool_duration_s": 0.5}
@@ -88,6 +89,26 @@ def test_it_prints_published_numbers_beside_ours_and_writes_them(
     assert made["seeds"] == [0]
     assert [rate for rate, _ in made["curves"]["table1"]["latency"]["LAMPS"]] == [1, 2]
     assert {path.name for path in plots.iterdir()} == {"table1_latency.svg", "table1_throughput.svg"}
+
+
+def test_an_interrupted_evaluation_goes_on_and_the_code_is_part_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, traces: Path, tmp_path: Path
+) -> None:
+    runs, outs = tmp_path / "runs", [tmp_path / f"{number}.json" for number in range(3)]
+    what = ("--traces", str(traces), "--quick", "--jobs", "1", "--quiet", "--resume", str(runs), "--json")
+    assert caesura(monkeypatch, *what, str(outs[0])) == 0
+    assert len(list(runs.glob("*.json"))) == 4
+
+    def interrupted(*_: object) -> None:
+        raise ConfigError("no run was kept")
+
+    monkeypatch.setattr(running, "simulate", interrupted)
+    assert caesura(monkeypatch, *what, str(outs[1])) == 0
+    rows = [json.loads(out.read_text())["rows"] for out in outs[:2]]
+    assert rows[0] == rows[1]
+    monkeypatch.setattr(running, "code_state", lambda: "another")
+    assert caesura(monkeypatch, *what, str(outs[2])) == 2
+    assert not outs[2].read_text()
 
 
 @pytest.mark.parametrize(

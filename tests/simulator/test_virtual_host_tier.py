@@ -89,6 +89,17 @@ def test_a_preempted_turn_computes_its_kv_again_where_copies_are_forgotten(bench
     assert [record.outcome for record in forgetful] == [Outcome.OK, Outcome.OK]
 
 
+def test_a_swapped_context_that_does_not_fit_lets_a_smaller_turn_pass(bench: Bench) -> None:
+    """It comes back while a long turn has 24 of 32 blocks and more, and needs 13. The small turn needs four."""
+    policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})
+    long, small = (5.0, program(turn(380, 100))), (5.3, program(turn(50, 5)))
+    back, beside, passes = bench.run((0.0, RETURNS), long, small, policy=policy, forgetful=True, **SMALL)
+    long_end_s = beside.turns[0].last_token_s
+    assert long_end_s is not None and back.turns[1].intended_start_s < 5.3
+    assert passes.turns[0].first_token_s < long_end_s < back.turns[1].first_token_s  # type: ignore[operator]
+    assert back.turns[1].fetched_tokens == CONTEXT
+
+
 def test_other_turns_decode_while_a_context_is_fetched(bench: Bench) -> None:
     long = program(turn(20, 100))
     alone, _ = bench.run((5.0, long), (2.0, INTRUDER), cost=SLOW, **SMALL)

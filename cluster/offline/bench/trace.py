@@ -8,9 +8,16 @@ from zlib import crc32
 import numpy as np
 
 from cluster.core.errors import TraceError
-from cluster.core.recorded_turn import check_lengths, recorded_programs
+from cluster.core.recorded_turn import RecordedTurn, check_lengths, recorded_programs
 from cluster.offline.bench.recorded_trees import RecordedTree, trees_of
-from cluster.offline.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, PlannedTurn, Workload, prefix_notes
+from cluster.offline.bench.workload import (
+    MIN_OUTPUT_TOKENS,
+    LastCall,
+    PlannedProgram,
+    PlannedTurn,
+    Workload,
+    prefix_notes,
+)
 
 
 @dataclass(slots=True)
@@ -152,4 +159,11 @@ def _planned(tree: RecordedTree, missing_tool_s: float | None, durations: Record
         turns=tuple(planned),
         prefix_group=prefix.group if prefix else None,
         prefix_tokens=(prefix.tokens or 0) if prefix else 0,
+        last_call=_last_call(program.turns[-1]),
     )
+
+
+def _last_call(turn: RecordedTurn) -> LastCall | None:
+    if turn.tool_class is None or turn.tool_duration_s is None:
+        return None
+    return LastCall(turn.tool_class, turn.tool_duration_s, turn.tool_return_tokens or 0)

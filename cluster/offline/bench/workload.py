@@ -31,6 +31,15 @@ class PlannedTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class LastCall:
+    """A tool call after which a recorded program generates nothing more."""
+
+    tool: str
+    pause_s: float
+    returned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedProgram:
     """One agent program. Its first and each ``reset`` turn begin with ``prefix_tokens`` ids of ``prefix_group``."""
 
@@ -39,6 +48,8 @@ class PlannedProgram:
     turns: tuple[PlannedTurn, ...]
     prefix_group: str | None = None
     prefix_tokens: int = 0
+    last_call: LastCall | None = None
+    """The call of the last turn, which is recorded, but whose answer no turn has; None: the last turn calls nothing."""
 
     def contexts(self) -> list[int]:
         """Return the prompt tokens of each turn."""
@@ -88,6 +99,9 @@ class Shaping:
     repeat_turns: int = 1
     """How many times each program does its turns, one round after the other, with token lengths divided by this number
     (Continuum section 6.3). It keeps the work, and multiplies the turns and the calls."""
+    last_calls: bool = False
+    """Whether a program waits for the call of its last turn, as in the benchmark of InferCept's authors: it reads what
+    the tool returned, and generates one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +123,12 @@ class Workload:
         return replace(self, programs=kept, notes=(*self.notes, *note))
 
     def shaped(self, shaping: Shaping, seed: int) -> "Workload":
-        """Select programs, repeat and cut off turns, scale, drop programs that are too long, shuffle by ``seed``, keep
-        ``limit``, and disable calls, in this order.
+        """Select programs, add the end of last calls, repeat and cut off turns, scale, drop programs that are too long,
+        shuffle by ``seed``, keep ``limit``, and disable calls, in this order.
         """
         selected = [program for program in self.programs if _selected(program, shaping)]
+        if shaping.last_calls:
+            selected = [_waiting(program) for program in selected]
         repeated = [_repeated(program, shaping.repeat_turns) for program in selected]
         scaled = [_scaled(_cut(program, shaping.max_turns), shaping) for program in repeated]
         fitting = [p for p in scaled if shaping.max_context is None or p.peak_tokens <= shaping.max_context]
@@ -158,6 +174,15 @@ def _repeated(program: PlannedProgram, times: int) -> PlannedProgram:
         return program
     shorter = _scaled(program, Shaping(scale_lengths=1 / times))
     return replace(shorter, turns=shorter.turns * times)
+
+
+def _waiting(program: PlannedProgram) -> PlannedProgram:
+    """Return the program with a turn after its last call, if it has one."""
+    if (call := program.last_call) is None:
+        return program
+    *before, last = program.turns
+    end = PlannedTurn(call.returned_tokens, MIN_OUTPUT_TOKENS, MIN_OUTPUT_TOKENS)
+    return replace(program, turns=(*before, replace(last, tool=call.tool, pause_s=call.pause_s), end), last_call=None)
 
 
 def _without_calls(program: PlannedProgram) -> PlannedProgram:

@@ -27,6 +27,9 @@ def reproduce(
     ] = "",
     seed: Annotated[str, typer.Option(help="One, or several with commas; their mean is shown.")] = "0,1,2",
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 2,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished runs in this folder, and go on from those that are there.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -56,7 +59,7 @@ def reproduce(
             raise ConfigError(f"--quick: it runs no load of {figure}; leave it out")
         progress.begin("runs", len(runs))
         measured = []
-        for run in run_all(runs, chosen, traces, jobs):
+        for run in run_all(runs, chosen, traces, jobs, resume):
             measured.append(run)
             progress.advance(f"{run.job.figure}: {run.job.system} at {run.job.load}")
         results = Results(measured)

@@ -12,7 +12,7 @@ from cluster.offline.reproduce.running import Measured
 NEAR = 0.25
 """A number is reproduced if it differs from the published one by at most this share of it."""
 LEVELS = 200
-"""Number of levels at which `sustained` compares two systems."""
+"""Number of levels at which `sustained` compares two systems. Each is the same number of times the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,11 @@ def sustained(own: Sequence[tuple[float, float]], others: Sequence[tuple[float, 
     """
     low = max(own[0][1], others[0][1]) if own and others else math.inf
     high = min(max(v for _, v in own), max(v for _, v in others)) if own and others else -math.inf
-    if not low < high:
+    if not 0 < low < high:
         return None
     ratios = []
     for step in range(1, LEVELS + 1):
-        level = low + (high - low) * step / LEVELS
+        level = low * (high / low) ** (step / LEVELS)
         mine, theirs = load_at(own, level), load_at(others, level)
         if mine is not None and theirs is not None:
             ratios.append(mine / theirs)

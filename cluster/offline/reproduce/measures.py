@@ -3,7 +3,7 @@
 Each measure is a function of all programs of a run, the times at which a window began and ended, in seconds, and a
 decode iteration's seconds. It is of the programs that arrived in the window, and `throughput` is of those that ended in
 it. Programs that had not completed, or had no first token, when the run ended are left out, as by a client that reports
-what it got. The drain of a run decides how many these are.
+what it got. The drain of a run decides how many these are. `OF_RUN` has those of a whole run.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,8 @@ import numpy as np
 
 from cluster.core.errors import ConfigError
 from cluster.core.slo import Outcome, ProgramRecord
+from cluster.offline.simulator.run import RunResult
+from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, SimulationSettings
 
 Window = tuple[float, float]
 Measure = Callable[[Sequence[ProgramRecord], Window, float], float | None]
@@ -38,6 +40,17 @@ def seconds_per_token(program: ProgramRecord, *, tools: bool) -> float | None:
     """
     seconds = program.jct_wall_s if tools else program.jct_s
     return None if seconds is None or program.output_tokens < 1 else seconds / program.output_tokens
+
+
+def seconds_per_token_so_far(program: ProgramRecord) -> float | None:
+    """Return the normalised latency as InferCept's published benchmark computes it, also of programs under way.
+
+    These count up to the end of the run. The divisor has the tokens that tools returned, too. None: it has no output.
+    """
+    returned = sum(turn.prompt_tokens - turn.previous_context_tokens for turn in program.turns[1:])
+    if program.spent_s is None or program.output_tokens < 1:
+        return None
+    return program.spent_s / (program.output_tokens + returned)
 
 
 def first_token_s(program: ProgramRecord) -> float | None:
@@ -88,6 +101,28 @@ def throughput(programs: Sequence[ProgramRecord], window: Window, iteration_s: f
     return sum(begin_s <= ended_s <= end_s for ended_s in ends) / (end_s - begin_s)
 
 
+def queueing(programs: Sequence[ProgramRecord], window: Window, iteration_s: float) -> float | None:
+    """Return the part of the time of completed requests, tools included, in which their turns waited, in percent."""
+    done = _completed(_arrived(programs, window))
+    total_s = sum(program.jct_wall_s or 0.0 for program in done)
+    queued_s = sum(turn.queue_s or 0.0 for program in done for turn in program.turns)
+    return 100 * queued_s / total_s if total_s else None
+
+
+def wasted_memory(result: RunResult, settings: SimulationSettings) -> float | None:
+    """Return the part of the KV memory that did no work in the measured window, in percent of memory times time.
+
+    See `replicas.stats.Waste`. InferCept gives its waste in GB times minutes (section 3.2).
+    """
+    memory_gib = settings.blocks * BLOCK_SIZE * settings.cost_model().kv_bytes_per_token / GIB
+    return 100 * result.wasted_gib_s.total / (memory_gib * result.replicas * (result.arrivals_s - settings.warmup_s))
+
+
+def recomputing(result: RunResult, settings: SimulationSettings) -> float | None:
+    """Return the part of the time of the steps in which tokens were computed again, in percent."""
+    return None if result.recomputing_share is None else 100 * result.recomputing_share
+
+
 def _over(
     programs: Sequence[ProgramRecord],
     window: Window,
@@ -105,12 +140,19 @@ def _over(
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99}
 VALUES: dict[str, Callable[[ProgramRecord], float | None]] = {
     "ttft_s": first_token_s,
+    "ttft_completed_s": lambda program: first_token_s(program) if program.outcome is Outcome.OK else None,
     "latency_s": lambda program: program.jct_wall_s,
     "latency_without_tools_s": lambda program: program.jct_s,
     "per_token_s": partial(seconds_per_token, tools=False),
+    "per_token_so_far_s": seconds_per_token_so_far,
     "per_token_with_tools_s": partial(seconds_per_token, tools=True),
 }
 """Values of one program, of which a measure takes the mean or a percentile: ``ttft_s.p99``."""
+OF_RUN: dict[str, Callable[[RunResult, SimulationSettings], float | None]] = {
+    "wasted_memory": wasted_memory,
+    "recomputing": recomputing,
+}
+"""Measures of a whole run."""
 IN_TIME: dict[str, tuple[Callable[..., float | None], set[str]]] = {
     "goodput": (goodput, {"ttft_s", "iterations", "tools", "per_s"}),
     "attainment": (attainment, {"ttft_s", "iterations", "tools"}),
@@ -118,8 +160,12 @@ IN_TIME: dict[str, tuple[Callable[..., float | None], set[str]]] = {
 """Measures with bounds, and their parameters."""
 
 
+OF_PROGRAMS: dict[str, Measure] = {"throughput": throughput, "queueing": queueing}
+"""Measures without parameters."""
+
+
 def measure_of(spec: dict[str, Any] | str) -> Measure:
-    """Return the measure of a plan: ``throughput``, ``VALUE.mean``, ``VALUE.p50``, or a name with parameters.
+    """Return the measure of a plan: a name of `OF_PROGRAMS`, ``VALUE.mean``, ``VALUE.p50``, or a name with parameters.
 
     Raises:
         ConfigError: there is no such measure.
@@ -128,8 +174,8 @@ def measure_of(spec: dict[str, Any] | str) -> Measure:
         name, parameters = spec["name"], {key: value for key, value in spec.items() if key != "name"}
         if name in IN_TIME and parameters.keys() == IN_TIME[name][1]:
             return partial(IN_TIME[name][0], **parameters)
-    elif spec == "throughput":
-        return throughput
+    elif spec in OF_PROGRAMS:
+        return OF_PROGRAMS[spec]
     else:
         value, _, how = spec.rpartition(".")
         if value in VALUES and (how == "mean" or how in PERCENTILES):

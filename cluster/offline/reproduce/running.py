@@ -10,9 +10,10 @@ from typing import Any
 
 from cluster.core.errors import ConfigError
 from cluster.offline.bench.workload import Shaping
-from cluster.offline.reproduce.measures import measure_of
+from cluster.offline.reproduce.kept import KeptRuns, all_specs, code_state, named
+from cluster.offline.reproduce.measures import OF_RUN, measure_of
 from cluster.offline.reproduce.plan import Figure, Job
-from cluster.offline.simulator.run import Run, simulate
+from cluster.offline.simulator.run import runs_of, simulate
 from cluster.offline.simulator.settings import SimulationSettings
 from replicas.cost_model import CostModel
 from replicas.presets import preset
@@ -40,13 +41,23 @@ class Measured:
     completed: int
 
 
-def run_all(jobs: Sequence[Job], figures: Mapping[str, Figure], traces: Path, processes: int) -> Iterator[Measured]:
+def run_all(
+    jobs: Sequence[Job], figures: Mapping[str, Figure], traces: Path, processes: int, resume: Path | None = None
+) -> Iterator[Measured]:
     """Run all jobs, and yield their measures in order.
+
+    Args:
+        jobs: what is simulated.
+        figures: the figures of the paper, by id.
+        traces: the folder of the traces.
+        processes: runs at a time.
+        resume: the folder in which runs are kept and found; None: nothing is kept.
 
     Raises:
         ConfigError, TraceError: a trace or a setting cannot be used.
     """
-    one = partial(measured, figures=figures, traces=traces)
+    kept = None if resume is None else KeptRuns(resume, traces, code_state())
+    one = partial(measured, figures=figures, traces=traces, kept=kept)
     if processes == 1:
         yield from map(one, jobs)
         return
@@ -54,26 +65,44 @@ def run_all(jobs: Sequence[Job], figures: Mapping[str, Figure], traces: Path, pr
         yield from pool.imap(one, jobs)
 
 
-def measured(job: Job, figures: Mapping[str, Figure], traces: Path) -> Measured:
+def measured(job: Job, figures: Mapping[str, Figure], traces: Path, kept: KeptRuns | None = None) -> Measured:
     """Simulate the policy, the load and the seed of a job, and take the values of the figures from the result.
 
     Args:
         job: what is simulated.
         figures: the figures of the paper, by id.
         traces: the folder of the traces.
+        kept: the runs that are kept, of which this may be one.
     """
+    specs = figures[job.figure].measures
+    content = None if kept is None else kept.find(job, specs)
+    if content is None:
+        own = {named(spec): spec for spec in specs.values()}
+        content = _simulated(job, traces, own if kept is None else all_specs() | own)
+        if kept is not None:
+            kept.keep(job, content)
+    values = {name: content["values"][named(spec)] for name, spec in specs.items()}
+    return Measured(job, values, content["offered"], content["completed"])
+
+
+def _simulated(job: Job, traces: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Simulate a job. Return the values of ``specs`` by their names, and the programs offered and completed."""
     with TemporaryDirectory() as folder:
         settings, cost = settings_of(job, traces, Path(folder))
-        [policy], [rate], [router] = settings.policies, settings.rates_per_s, settings.routers
-        result = simulate(settings, Run(policy, rate, job.seed, router))
-    assert result.recorded is not None
-    iteration_s = job.settings.get(ITERATION_S, cost.decode_step_s())
-    window = settings.warmup_s, result.arrivals_s
-    programs = result.recorded.programs
-    values = {
-        name: measure_of(spec)(programs, window, iteration_s) for name, spec in figures[job.figure].measures.items()
-    }
-    return Measured(job, values, result.summary.goodput.offered_programs, result.summary.goodput.completed_programs)
+        [run] = runs_of(settings)
+        result = simulate(settings, run)
+        assert result.recorded is not None
+        iteration_s = job.settings.get(ITERATION_S, cost.decode_step_s())
+        window = settings.warmup_s, result.arrivals_s
+        programs = result.recorded.programs
+        values = {
+            name: OF_RUN[spec](result, settings)
+            if isinstance(spec, str) and spec in OF_RUN
+            else measure_of(spec)(programs, window, iteration_s)
+            for name, spec in specs.items()
+        }
+    goodput = result.summary.goodput
+    return {"values": values, "offered": goodput.offered_programs, "completed": goodput.completed_programs}
 
 
 def settings_of(job: Job, traces: Path, folder: Path) -> tuple[SimulationSettings, CostModel]:

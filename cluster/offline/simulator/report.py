@@ -40,7 +40,8 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
     Times are in seconds unless the key has another unit; ``goodput_*`` and ``*_per_s`` are per second.
     ``wasted_gib_s`` integrates two amounts over the measured window, which ``wasted_by_cause_gib_s`` has separately: KV
     on hold, and the KV of each step's batch times the share of recomputed tokens in the step. ``jain``: see
-    `cluster.offline.simulator.fairness`. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
+    `cluster.offline.simulator.fairness`. ``recomputing_share`` is the share of the steps' time in which tokens were
+    computed again. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
     values in virtual time. ``stored_tokens`` and ``loaded_tokens`` count the tokens whose KV was offloaded to the host
     and loaded back, over the whole run. ``share_of_capacity`` is the rate divided by the fluid bound's capacity.
     ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
@@ -86,6 +87,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "share_of_capacity": round(run.rate_per_s / result.capacity_per_s, 3),
             "bound_per_s": result.bound_per_s,
             "preemptions": result.preemptions,
+            "recomputing_share": result.recomputing_share,
             "tier": settings.tier(run.policy),
             "stored_tokens": result.stored_tokens,
             "loaded_tokens": result.loaded_tokens,

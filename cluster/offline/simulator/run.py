@@ -149,6 +149,8 @@ class RunResult:
     routing: RoutingSummary
     wasted_gib_s: Wasted
     """Wasted KV in the measured window by its cause, in GiB seconds."""
+    recomputing_share: float | None
+    """Share of the time of the measured window's steps in which tokens were computed again; None: there was no step."""
     schedule_ms: Distribution
     """Real time of one call of ``schedule()``, in milliseconds."""
     preemptions: int
@@ -325,7 +327,6 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         max_model_len=max(peak_tokens + 1, settings.step_tokens),
         prefix_caching=run.policy != STOCK_NO_CACHE,
         forgetful=not settings.prefix_cache and run.policy != STOCK_NO_CACHE,
-        mixed_steps=settings.mixed_steps,
         host_blocks=settings.host_blocks(run.policy),
     )
     policy = settings.scheduler(run.policy)
@@ -362,6 +363,7 @@ class Mark:
     """Totals up to some time."""
 
     wasted: Wasted
+    recomputing_s: float
     busy_s: list[float]
     """Seconds in which each replica computed."""
 
@@ -369,7 +371,8 @@ class Mark:
 def _mark(replicas: Sequence[VirtualReplica]) -> Mark:
     wastes = [replica.settled_waste() for replica in replicas]
     wasted = Wasted(sum(waste.held for waste in wastes), sum(waste.recomputed for waste in wastes))
-    return Mark(wasted, [replica.busy_s for replica in replicas])
+    recomputing_s = sum(waste.recomputing_s for waste in wastes)
+    return Mark(wasted, recomputing_s, [replica.busy_s for replica in replicas])
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +407,7 @@ def _result(
         jain=jain([slowdown(record, cost, settings.step_tokens) for record in measured if not record.is_refused]),
         routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
         wasted_gib_s=end.wasted.since(start.wasted, cost.kv_bytes_per_token / GIB),
+        recomputing_share=(end.recomputing_s - start.recomputing_s) / sum(busy_s) if sum(busy_s) else None,
         schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
         preemptions=sum(replica.preemptions for replica in replicas),
         stored_tokens=sum(replica.link.stored_tokens for replica in replicas if replica.link),

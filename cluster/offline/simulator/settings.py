@@ -94,8 +94,6 @@ class SimulationSettings:
     prefix_cache: bool = True
     """Whether the KV of a released context stays cached until its blocks are used again. False: only running and held
     contexts have KV, as in the engines of the papers."""
-    mixed_steps: bool = True
-    """Whether a step of Caesura's scheduler may have prompts and decodes. False: one of both, as in vLLM 0.2."""
     slo_ttft: str = "1"
     """Seconds, or `UNBOUNDED`: nothing has a bound."""
     policy_slo_ttft: str | None = None
