@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.promises import Limit, Promises, Row, percentile, rows_of, table
+from tests.faults.promises import Limit, Promises, Row, missed_times, percentile, rows_of, table
 
 
 def row(measured: float, limit: Limit = Limit.AT_MOST, unit: str = "") -> Row:
@@ -35,6 +35,17 @@ def test_the_short_form_neither_judges_nor_lists_times(unit: str) -> None:
     with pytest.raises(AssertionError):
         long.measured(row(6, unit=unit))
     assert rows_of(long.properties) == [row(6, unit=unit)]
+
+
+def test_a_time_that_was_missed_at_first_is_in_the_table_with_both_values() -> None:
+    first = Promises(True, [])
+    for missed in (row(6), row(7, unit="s")):
+        with pytest.raises(AssertionError):
+            first.measured(missed)
+    assert missed_times(first.properties) == {("a fault", "a thing"): 7}, "the other promise is no time"
+    second = Promises(True, [], missed_times(first.properties))
+    second.measured(row(5, unit="s"))
+    assert table(rows_of(second.properties)).splitlines()[-1].split(" | ")[3] == "yes, at the second try (first: 7 s)"
 
 
 def test_the_percentile_of_few_is_the_largest() -> None:
