@@ -48,19 +48,19 @@ class NullTurns:
         return self
 
     def rejected(self, reason: str, model: str) -> None:
-        """Count no rejection."""
+        """Accept the report of a rejection, which nothing shows."""
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
-        """Count no end of a program."""
+        """Accept the report that a program has ended, which nothing shows."""
 
     def received(self, tokens: int) -> None:
-        """Count no tokens."""
+        """Accept the number of tokens that a turn has got, which nothing shows."""
 
     def takes_alone(self, alone_s: float | None) -> None:
-        """Keep no time for a bound."""
+        """Accept the seconds that the turn takes alone. No bound is computed from them."""
 
     def over(self, outcome: Outcome | None) -> None:
-        """Judge no turn."""
+        """Accept the outcome of a turn, without comparing its times with the SLO."""
 
 
 class RunWatch:

@@ -310,6 +310,14 @@ def test_augserve_eq_9_to_19() -> None:
     assert augserve.returned_cost(800, 200, 1000, 0.01) == pytest.approx(1.8)
 
 
+def test_augserve_reckons_with_the_tokens_that_a_step_has() -> None:
+    """N_max of eq. 9 is the budget: half the tokens of a step, so that the prefill of 1000 tokens counts 10, not 5."""
+    halved = augserve.FreeMemoryBudget(augserve.AugserveParameters(target_tokens=500))
+    turn_now = turn(load(free_tokens=9000), forecast=forecast(pause_s=0.0))
+    values = [TwoStage(10.0, True, budget).value(turn_now) for budget in (halved, augserve.FullBudget())]
+    assert values == pytest.approx([10 + 1050, 5 + 1050])
+
+
 @pytest.mark.parametrize(
     ("pause_s", "host", "call"), [(0.0, 0, 0.0), (0.5, 0, 550.0), (5.0, 0, 0.0), (5.0, 5000, 6.05)]
 )

@@ -152,7 +152,7 @@ OF_RUN: dict[str, Callable[[RunResult, SimulationSettings], float | None]] = {
     "wasted_memory": wasted_memory,
     "recomputing": recomputing,
 }
-"""Measures of a whole run."""
+"""Measures that need what a run records beside its programs: its memory and its steps."""
 IN_TIME: dict[str, tuple[Callable[..., float | None], set[str]]] = {
     "goodput": (goodput, {"ttft_s", "iterations", "tools", "per_s"}),
     "attainment": (attainment, {"ttft_s", "iterations", "tools"}),
@@ -161,7 +161,7 @@ IN_TIME: dict[str, tuple[Callable[..., float | None], set[str]]] = {
 
 
 OF_PROGRAMS: dict[str, Measure] = {"throughput": throughput, "queueing": queueing}
-"""Measures without parameters."""
+"""Measures of the programs of a run that a plan names by text alone, since they have no bounds and no percentile."""
 
 
 def measure_of(spec: dict[str, Any] | str) -> Measure:
