@@ -11,6 +11,8 @@
     only. Delete `preempt` when it asks who is preempted for a waiting turn. Contract: tests/replica/test_preemption.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
     stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
+`look_up_unless`: vLLM looks up all chunks of a waiting turn in each step while some of them are being loaded. Delete it
+    when vLLM looks up what has changed. Contract: tests/replica/test_tiers.py.
 `LoadingScheduler.renew_kv`, `salt_block_hashes`: vLLM's hashes of KV do not depend on the weights, so that copies on
     the host and on disk would be found after an update. Delete them when they do.
     Contract: tests/contracts/test_weights.py.
@@ -196,6 +198,11 @@ class StoppedScheduler(StagedScheduler):
         return [*ended, *super().finish_requests([*stopped, *others], finished_status)]
 
 
+WRITTEN_BLOCKS = 2
+"""Largest number of blocks of a group that a step in flight writes after a turn's end: it computes the last token, and
+drafts that may reach into the next block."""
+
+
 class LoadingScheduler(StoppedScheduler):
     """vLLM's scheduler, extended by loads of a context from the host before a turn needs it, and by preemptions.
 
@@ -204,7 +211,8 @@ class LoadingScheduler(StoppedScheduler):
     It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, failed_recving_kv_req_ids,
     finished_req_ids, _get_local_prefix_cache_hit, _update_waiting_for_remote_kv, _inflight_prefills; and for
     preemptions running, num_waiting_for_streaming_input, deferred_frees, requires_kv_delivery,
-    prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state, _preempt_request.
+    prev_step_scheduled_req_ids, reset_preempted_req_ids, _pause_state, _preempt_request; and for blocks that a step in
+    flight may write defer_block_free, processed_step_seq, sched_step_seq, Request.last_sched_seq.
     """
 
     groups: KvGroups
@@ -348,6 +356,11 @@ class LoadingScheduler(StoppedScheduler):
     def take_blocks(self, request: Request) -> Sequence[KVCacheBlock]:
         """Take over a request's blocks. vLLM does not free them any more, and forgets the request."""
         blocks = self.groups.in_order(self.kv_cache_manager.get_blocks(request.request_id).blocks)
+        if self.defer_block_free and request.last_sched_seq > self.processed_step_seq:
+            # A step in flight may still write the last ones: a reference of vLLM's own keeps them until it has ended.
+            written = blocks[-WRITTEN_BLOCKS * len(self.groups.groups) :]
+            self.kv_cache_manager.block_pool.touch(written)
+            self.deferred_frees.append((self.sched_step_seq, written))
         self.kv_cache_manager.pop_blocks_for_free(request)
         del self.requests[request.request_id]
         return blocks
@@ -364,6 +377,22 @@ def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Reques
         computed = max(0, min(request.num_computed_tokens, request.num_tokens - 1))
         bound = status.max_offload_tokens
         status.max_offload_tokens = computed if bound is None else min(bound, computed)
+
+
+def look_up_unless(still_loads: Callable[[str, int], bool], offloading: OffloadingConnectorScheduler) -> None:
+    """Let the connector look up no chunks of a turn while a part of its context is still being loaded.
+
+    Args:
+        still_loads: returns this of a request's id and of its tokens that the device has.
+        offloading: the connector.
+    """
+    find = offloading.get_num_new_matched_tokens
+
+    def find_unless_loading(request: Request, local: int) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = (None, False)
+        return found if still_loads(request.request_id, local) else find(request, local)
+
+    offloading.get_num_new_matched_tokens = find_unless_loading
 
 
 def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bool:

@@ -209,7 +209,7 @@ ANSWER_S = 0.05
 """Seconds after a call's deadline within which it ends, if its actor does not answer at all."""
 
 ASK_S = 2.0
-"""Seconds within which an actor has to answer whether it knows a call."""
+"""Seconds within which an actor has to answer whether it knows a call, and to cancel one or return its kept result."""
 
 UNSAID_DEADLINE_S: float = ToolSection.model_fields["deadline_s"].default
 """The deadline in seconds of a tool of a request that says none."""
@@ -246,7 +246,9 @@ class ToolActors:
         self._clock = clock or MonotonicClock()
         self._actors = SharedActors(config, cpus)
         self._outstanding = [0] * config.actors
-        self._started: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._longest_s = max((config.max_request_deadline_s, *(tool.deadline_s for tool in config.defined.values())))
+        self._started: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+        """The actor of each asynchronous call, and its deadline on the clock."""
         self._running: dict[tuple[str, str], list[int]] = {}
         """The actors of each call. There is one, unless the call was sent twice."""
 
@@ -291,24 +293,38 @@ class ToolActors:
         return ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """End a call with CANCELLED, whichever pool sent it. Return False if no such call is in progress."""
+        """End a call with CANCELLED, whichever pool sent it. Return False if no such call is in progress.
+
+        An actor that does not answer within `ASK_S` ends the call as soon as it works again.
+        """
         index = await self._place(program, call_id)
         if index is None:
             return False
         try:
-            return bool(await self._actors[index].cancel.remote(program, call_id))
+            async with asyncio.timeout(ASK_S):
+                return bool(await _awaited(self._actors[index].cancel.remote(program, call_id)))
         except RayActorError:
             return False  # it died, and the call with it
-        except RayError:
+        except (RayError, TimeoutError):
             return True  # whatever became of it, nobody waits for its answer
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """Wait for the result of an asynchronous call. The outcome is UNKNOWN if its actor died."""
+        """Wait for the result of an asynchronous call. The outcome is UNKNOWN if its actor died.
+
+        It is TIMEOUT if the actor has not answered by the call's deadline, or for the longest deadline of all tools if
+        another pool sent the call.
+        """
         index = await self._place(program, call_id)
         if index is None:
             return _lost(call_id)
+        now_s = self._clock.now_s()
+        _, until_s = self._started.get((program, call_id), (index, now_s + self._longest_s))
         try:
-            result: ToolResult = await self._actors[index].completion.remote(program, call_id)
+            async with asyncio.timeout(max(0.0, until_s - now_s) + ASK_S):
+                result: ToolResult = await _awaited(self._actors[index].completion.remote(program, call_id))
+        except TimeoutError:
+            text = "timeout: what runs the call did not answer; the tool may have taken effect"
+            return ToolResult(call_id, "", Outcome.TIMEOUT, text)
         except RayActorError:
             self._actors.revive(index)
             return _lost(call_id)
@@ -449,6 +465,7 @@ class ToolActors:
         self, index: int, call: ToolCall, definitions: Mapping[str, Any] | None, left_s: float, resumed: bool
     ) -> ToolResult | None:
         """Run the call on an actor. Return its outcome, or None if the actor died."""
+        until_s = self._clock.now_s() + left_s
         self._actors.attend()
         self._outstanding[index] += 1
         self._running.setdefault(call.key, []).append(index)
@@ -465,7 +482,7 @@ class ToolActors:
                 return ToolResult(call.id, call.name, Outcome.TIMEOUT, text, statistics_name=call.name)
             result: ToolResult = answer.result()
             if result.outcome is Outcome.STARTED:
-                self._remember(call.key, index)
+                self._remember(call.key, index, until_s)
             return result
         except RayActorError:
             self._actors.revive(index)
@@ -486,8 +503,8 @@ class ToolActors:
         if not actors:
             del self._running[call.key]
 
-    def _remember(self, key: tuple[str, str], index: int) -> None:
-        self._started[key] = index
+    def _remember(self, key: tuple[str, str], index: int, until_s: float) -> None:
+        self._started[key] = index, until_s
         if len(self._started) > MAX_STARTED:
             self._started.popitem(last=False)
 
@@ -497,7 +514,7 @@ class ToolActors:
         if running := self._running.get(key):
             return running[-1]
         if key in self._started:
-            return self._started[key]
+            return self._started[key][0]
         return await self._who_knows(ToolCall(call_id, "", program=program), self._actors.living)
 
 

@@ -101,6 +101,24 @@ def test_a_held_program_resumes_with_all_but_its_last_partial_block(programs: Ma
     assert p.scheduler.stats.holds_ended[ReleaseReason.USED] == 1
 
 
+def test_what_a_step_in_flight_may_write_is_not_freed_with_its_hold(programs: Make) -> None:
+    """With a KV store, a freed block may be filled by a load that does not wait for the step."""
+    p = programs("continuum")
+    p.scheduler.defer_block_free = True
+    free = p.engine.free_blocks()
+    p.arrive("a", new_tokens=100, output=2)
+    p.step()
+    p.scheduler.processed_step_seq -= 1  # as if each step ended while another is in flight
+    p.engine.run()
+    assert p.held() == {"a"}
+    p.clock.advance(3.0)
+    p.step()
+    assert (p.held(), p.engine.free_blocks()) == (set(), free - 2)
+    p.scheduler.processed_step_seq += 1
+    p.turn("b", new_tokens=16, last=True)
+    assert p.engine.free_blocks() == free
+
+
 def test_a_hold_survives_memory_pressure_that_evicts_the_prefix_cache(programs: Make) -> None:
     for policy, cached in [("continuum", 6 * BLOCK), ("vllm", 0)]:
         p = programs(policy)

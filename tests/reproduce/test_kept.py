@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from cluster.offline.reproduce import kept
-from cluster.offline.reproduce.kept import KeptRuns, all_specs, code_state, named
+from cluster.offline.reproduce.kept import KeptRuns, all_specs, named
 from cluster.offline.reproduce.plan import Job
 
 LATENCY = "latency_s.mean"
@@ -29,19 +27,6 @@ def test_a_run_is_found_by_settings_trace_and_code_whatever_figure_it_is_of(tmp_
     trace.write_bytes(b"b")
     kept._digest.cache_clear()
     assert runs.find(job(), {"latency": LATENCY}) is None
-
-
-def test_the_code_is_that_of_the_packages_without_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in kept.PACKAGES:
-        (tmp_path / package).mkdir()
-    (plans := tmp_path / "cluster/offline/reproduce/papers").mkdir(parents=True)
-    monkeypatch.setattr(kept, "files", lambda package: tmp_path / package)
-    empty = code_state()
-    (plans / "lamps.yaml").write_text("a")
-    (tmp_path / "replicas" / "notes.md").write_text("a")
-    assert code_state() == empty
-    (tmp_path / "replicas" / "policy.py").write_text("a")
-    assert code_state() != empty
 
 
 def test_each_measure_of_all_papers_is_kept() -> None:

@@ -40,6 +40,8 @@ class Actors:
             "abandon": lambda attempt: None,
             "knows": lambda call: answered(False),
             "offers": lambda definitions, tenant: asyncio.Event().wait(),
+            "cancel": lambda program, call_id: asyncio.Event().wait(),
+            "completion": lambda program, call_id: asyncio.Event().wait(),
         }
         return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
@@ -139,6 +141,22 @@ async def test_a_call_that_did_not_wait_has_the_deadline_that_it_says(
 async def test_no_actor_is_left_for_a_second_run(pool: Callable[..., ToolActors], clock: ManualClock) -> None:
     result = await answer(pool(dying(clock, 59.95)), ToolCall("c", "again"))
     assert (result.outcome, result.text.endswith("it may have taken effect")) == (Outcome.TIMEOUT, True)
+
+
+async def started(call: ToolCall) -> ToolResult:
+    return ToolResult(call.id, call.name, Outcome.STARTED, "started")
+
+
+async def test_a_frozen_actor_holds_up_neither_a_cancellation_nor_a_wait_for_an_asynchronous_call(
+    pool: Callable[..., ToolActors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acting, "ASK_S", 0.05)
+    actors = pool(started)
+    await answer(actors, call := ToolCall("c", "once", program="p", deadline_s=0.05))
+    assert await asyncio.wait_for(actors.cancel(*call.key), WITHIN_S)
+    result = await asyncio.wait_for(actors.completion(*call.key), WITHIN_S)
+    assert result.outcome is Outcome.TIMEOUT
+    assert result.text == "timeout: what runs the call did not answer; the tool may have taken effect"
 
 
 @pytest.mark.parametrize("answers", [(), (dying(ManualClock(), 0.0),)], ids=["no actor lives", "none answers"])

@@ -152,6 +152,8 @@ def _number(name: str, figure: Figure, factor: str, row: Row, results: Results, 
             found.append(100 * (1 - own / others) if row.kind == "less" else own / others)
     if row.kind == "mean_ratio":
         return statistics.fmean(found) if found else None
+    if row.kind == "least":
+        return min(found, default=None)
     return max(found, default=None)
 
 

@@ -5,20 +5,13 @@ figures of all papers.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from cluster.offline.reproduce.plan import PAPERS, Job, paper_of
-
-PACKAGES = ("cluster", "replicas", "router", "predictor_service")
-"""Packages whose code decides a result."""
-SUFFIXES = (".py", ".json", ".yaml", ".csv")
-WITHOUT = ("cluster/offline/reproduce/papers", "cluster/offline/commands")
-"""Folders that decide none: the plans, whose settings are part of a run, and the commands."""
 
 Spec = Mapping[str, Any] | str
 """A measure, as in a plan."""
@@ -30,7 +23,7 @@ class KeptRuns:
     Args:
         folder: where they are. It is made if it does not exist.
         traces: the folder of the traces.
-        code: what :func:`code_state` returns.
+        code: what `cluster.offline.reproduce.code_state` returns.
     """
 
     def __init__(self, folder: Path, traces: Path, code: str) -> None:
@@ -68,23 +61,6 @@ def all_specs() -> dict[str, Any]:
     """Return the measures of all figures of all papers, by `named`."""
     figures = (figure for paper in PAPERS for figure in paper_of(paper).figures.values())
     return {named(spec): spec for figure in figures for spec in figure.measures.values()}
-
-
-def code_state() -> str:
-    """Return a name for the code that decides results, as it is now."""
-    digest = sha256()
-    for package in PACKAGES:
-        root = Path(str(files(package)))
-        for path in sorted(_sources(root)):
-            digest.update(f"{package}/{path.relative_to(root)}".encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    for path in root.rglob("*"):
-        inside = f"{root.name}/{path.relative_to(root).as_posix()}"
-        if path.suffix in SUFFIXES and path.is_file() and not inside.startswith(WITHOUT):
-            yield path
 
 
 @cache

@@ -7,6 +7,7 @@ paper's names), loads, measures, and rows. A row is one published number and how
     ratio      the measure of ``system`` divided by that of ``against``, at ``load``
     less       percent by which the measure of ``system`` is below that of ``against``, at ``load``
     mean_ratio the mean of the ratios at all loads
+    least      the smallest of the ratios at all loads
     sustained  the load at which ``system`` reaches a level of the measure, divided by that of ``against``: the largest
                over all levels that both reach
 """
@@ -58,7 +59,7 @@ class Row(_Strict):
     """A label, with the place in the paper if it is another than the figure's."""
     published: float
     measure: str
-    kind: Literal["value", "ratio", "mean_ratio", "less", "sustained"] = "value"
+    kind: Literal["value", "ratio", "mean_ratio", "least", "less", "sustained"] = "value"
     system: str
     against: str | None = None
     load: str | None = None

@@ -10,7 +10,8 @@ from typing import Any
 
 from cluster.core.errors import ConfigError
 from cluster.offline.bench.workload import Shaping
-from cluster.offline.reproduce.kept import KeptRuns, all_specs, code_state, named
+from cluster.offline.reproduce.code_state import code_state
+from cluster.offline.reproduce.kept import KeptRuns, all_specs, named
 from cluster.offline.reproduce.measures import OF_RUN, measure_of
 from cluster.offline.reproduce.plan import Figure, Job
 from cluster.offline.simulator.run import runs_of, simulate
