@@ -32,7 +32,7 @@ from replicas.host_tier import HostCache, Standing
 from replicas.kv_groups import KvGroups
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
-from replicas.vllm_patches import FoundContext, look_up_unless, stop_storing_after, store_again, transfers_under_way
+from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
 from replicas.vllm_versions import cover_loads, touch_contexts
 
 FETCHED_HOLD_S = 10.0
@@ -129,8 +129,6 @@ class Swapping:
             if self.disk is not None:
                 self.disk.disk.count_in(*counted)
             touch_contexts(self._offloading)
-            if self.disk is not None:
-                look_up_unless(self.disk.still_loads, self._offloading)
         self._now_s = now_s
         self._cost = cost
         self._block_tokens = block_tokens

@@ -1,7 +1,6 @@
 """The host tier over the disk, as a scheduler uses them: what is written, and how long anybody waits for it."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.clock import ManualClock
@@ -152,29 +151,6 @@ def test_a_load_that_came_too_late_is_credited_to_no_turn(tiers: Tiers) -> None:
     tiers.clock.advance(1000.0)
     tiers.step_until(lambda: not tiers.drive.in_use)
     assert not tiers.cache.take_loaded_tokens("default/p")
-
-
-def test_chunks_are_not_looked_up_again_in_each_step_of_a_load(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers.clock.advance(100.0)
-    tiers.step_until(lambda: not tiers.drive.in_use)
-    assert tiers.scheduler.reset_prefix_cache()
-    tiers.cache.host.reset_cache()
-    chunks, steps = len(CONTEXT) // BLOCK, 30
-    tiers.drive._disk = replace(tiers.drive._disk, read_chunk_s=steps * STEP_S / chunks)
-    lookups: Counter[OffloadKey] = Counter()
-    lookup = tiers.cache.lookup
-
-    def counted(key: OffloadKey, context: ReqContext) -> LookupResult:
-        lookups[key] += 1
-        return lookup(key, context)
-
-    monkeypatch.setattr(tiers.cache, "lookup", counted)
-    begun_s = tiers.clock.now_s()
-    tiers.turn("p", "p2")
-    assert tiers.clock.now_s() - begun_s >= steps * STEP_S
-    assert tiers.scheduler.programs.to_public_dict("default/p")["turns"][1]["cached_tokens"] == chunks * BLOCK
-    assert len(lookups) == chunks
-    assert max(lookups.values()) <= 4
 
 
 # --- pauses of all generation -----------------------------------------------------------------------------------------
