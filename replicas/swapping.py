@@ -32,7 +32,7 @@ from replicas.host_tier import HostCache, Standing
 from replicas.kv_groups import KvGroups
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
-from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
+from replicas.vllm_patches import FoundContext, look_up_unless, stop_storing_after, store_again, transfers_under_way
 from replicas.vllm_versions import cover_loads, touch_contexts
 
 FETCHED_HOLD_S = 10.0
@@ -129,6 +129,8 @@ class Swapping:
             if self.disk is not None:
                 self.disk.disk.count_in(*counted)
             touch_contexts(self._offloading)
+            if self.disk is not None:
+                look_up_unless(self.disk.still_loads, self._offloading)
         self._now_s = now_s
         self._cost = cost
         self._block_tokens = block_tokens
@@ -219,6 +221,8 @@ class Swapping:
         self._contexts[key] = Context(request.all_token_ids[: whole + 1], hashes, whole, forecast)
         if self.disk is not None:
             self.disk.write_down(key, whole, self._standing(key, self._now_s()))
+            if self.disk.writes(key):
+                self._offer_again(key, request, whole)
 
     def leave(self, leaving: bool) -> None:
         """Begin or end to write the context of each program that pauses, because it goes to another replica then.
@@ -314,10 +318,18 @@ class Swapping:
             return self.is_on_host(key)
         if not self.host_room(key):
             return False
-        missing = self._offloading is not None and self.cache.tokens_of(key) < context.length
+        self._offer_again(key, request, context.length)
+        return True
+
+    def _offer_again(self, key: str, request: Request, tokens: int) -> None:
+        """Offer the chunks of a turn that ends to the host again, if it lacks any of its context.
+
+        It was full when they were computed, or they were being loaded from disk, which has failed since.
+        """
+        assert self.cache is not None
+        missing = self._offloading is not None and self.cache.tokens_of(key) < tokens
         if missing and store_again(self._offloading, request.request_id):
             self.cache.reopen(request.request_id)
-        return True
 
     def follow(self, key: str, state: ProgramState | None) -> None:
         """Report a changed program state to the tier: whether its copy is the only one, and since when."""

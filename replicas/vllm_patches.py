@@ -11,6 +11,8 @@
     only. Delete `preempt` when it asks who is preempted for a waiting turn. Contract: tests/replica/test_preemption.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
     stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
+`look_up_unless`: vLLM looks up all chunks of a waiting turn in each step while some of them are being loaded. Delete it
+    when vLLM looks up what has changed. Contract: tests/replica/test_tiers.py.
 `LoadingScheduler.renew_kv`, `salt_block_hashes`: vLLM's hashes of KV do not depend on the weights, so that copies on
     the host and on disk would be found after an update. Delete them when they do.
     Contract: tests/contracts/test_weights.py.
@@ -375,6 +377,22 @@ def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Reques
         computed = max(0, min(request.num_computed_tokens, request.num_tokens - 1))
         bound = status.max_offload_tokens
         status.max_offload_tokens = computed if bound is None else min(bound, computed)
+
+
+def look_up_unless(still_loads: Callable[[str, int], bool], offloading: OffloadingConnectorScheduler) -> None:
+    """Let the connector look up no chunks of a turn while a part of its context is still being loaded.
+
+    Args:
+        still_loads: returns this of a request's id and of its tokens that the device has.
+        offloading: the connector.
+    """
+    find = offloading.get_num_new_matched_tokens
+
+    def find_unless_loading(request: Request, local: int) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = (None, False)
+        return found if still_loads(request.request_id, local) else find(request, local)
+
+    offloading.get_num_new_matched_tokens = find_unless_loading
 
 
 def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bool:

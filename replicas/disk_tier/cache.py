@@ -115,6 +115,16 @@ class Loading:
     since_s: float | None = None
     """Time of the first lookup that found something to wait for."""
     given_up: bool = False
+    local_tokens: int = 0
+    """Tokens before the first chunk that was looked up."""
+    awaited: tuple[OffloadKey, ReqContext] | None = None
+    """The first chunk of the last lookups that is being loaded."""
+    unsure: bool = False
+    """Whether it is not known yet where a chunk of the last lookups is."""
+
+    def in_time(self, now_s: float) -> bool:
+        """Return whether the request may still wait."""
+        return self.since_s is None or now_s - self.since_s <= self.wait_s
 
 
 @dataclass(slots=True)
@@ -132,7 +142,7 @@ class TieredCache(TieringOffloadingManager):
     """The manager of both tiers.
 
     It uses these names of vLLM's manager beside its interface: _req_state, _maybe_finalize_request, create_store_job,
-    _complete_promotion, _process_finished_jobs.
+    _complete_promotion, _process_finished_jobs, _maybe_process_finished_jobs.
 
     Args:
         host: the host tier.
@@ -232,13 +242,41 @@ class TieredCache(TieringOffloadingManager):
             return LookupResult.MISS if loading.given_up and found is LookupResult.HIT_PENDING else found
         found = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
         if found in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+            if found is LookupResult.RETRY:
+                loading.unsure = True
+            elif loading.awaited is None:
+                loading.awaited = key, req_context
             now_s = self._clock.now_s()
             loading.since_s = now_s if loading.since_s is None else loading.since_s
-            if now_s - loading.since_s > loading.wait_s:
+            if not loading.in_time(now_s):
                 loading.given_up = True
                 self.disk.troubles[Trouble.TOO_LATE] += 1
                 return LookupResult.MISS
         return found
+
+    def still_loads(self, request_id: str, local_tokens: int) -> bool:
+        """Return whether lookups of a request would find again that a part of its context is being loaded.
+
+        If not, its next lookups begin anew. A context has thousands of chunks, which would be looked up in each step.
+
+        Args:
+            request_id: the request.
+            local_tokens: tokens of its context that the device has. Lookups begin after them.
+        """
+        loading = self._loading.get(request_id)
+        if loading is None:
+            return False
+        self._maybe_process_finished_jobs()
+        if (
+            loading.awaited is not None
+            and not (loading.unsure or loading.given_up)
+            and loading.local_tokens == local_tokens
+            and loading.in_time(self._clock.now_s())
+            and self.host.lookup(*loading.awaited) is LookupResult.HIT_PENDING
+        ):
+            return True
+        loading.local_tokens, loading.awaited, loading.unsure = local_tokens, None, False
+        return False
 
     def _loading_of(self, req_context: ReqContext) -> Loading:
         loading = self._loading.get(req_context.req_id)

@@ -1,6 +1,7 @@
 """The host tier over the disk, as a scheduler uses them: what is written, and how long anybody waits for it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.clock import ManualClock
@@ -151,6 +152,47 @@ def test_a_load_that_came_too_late_is_credited_to_no_turn(tiers: Tiers) -> None:
     tiers.clock.advance(1000.0)
     tiers.step_until(lambda: not tiers.drive.in_use)
     assert not tiers.cache.take_loaded_tokens("default/p")
+
+
+def test_chunks_are_not_looked_up_again_in_each_step_of_a_load(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers.clock.advance(100.0)
+    tiers.step_until(lambda: not tiers.drive.in_use)
+    assert tiers.scheduler.reset_prefix_cache()
+    tiers.cache.host.reset_cache()
+    chunks, steps = len(CONTEXT) // BLOCK, 30
+    tiers.drive._disk = replace(tiers.drive._disk, read_chunk_s=steps * STEP_S / chunks)
+    lookups: Counter[OffloadKey] = Counter()
+    lookup = tiers.cache.lookup
+
+    def counted(key: OffloadKey, context: ReqContext) -> LookupResult:
+        lookups[key] += 1
+        return lookup(key, context)
+
+    monkeypatch.setattr(tiers.cache, "lookup", counted)
+    begun_s = tiers.clock.now_s()
+    tiers.turn("p", "p2")
+    assert tiers.clock.now_s() - begun_s >= steps * STEP_S
+    assert tiers.scheduler.programs.to_public_dict("default/p")["turns"][1]["cached_tokens"] == chunks * BLOCK
+    assert len(lookups) == chunks
+    assert max(lookups.values()) <= 4
+
+
+def test_a_context_whose_load_has_failed_is_written_again(tiers: Tiers) -> None:
+    """Its chunks are not copied to the host while they are computed, because they are still being loaded then."""
+    tiers.clock.advance(100.0)
+    tiers.step_until(lambda: not tiers.drive.in_use)
+    assert tiers.scheduler.reset_prefix_cache()
+    tiers.cache.host.reset_cache()
+    tiers.drive._disk = replace(tiers.drive._disk, read_chunk_s=10.0, write_chunk_s=0.001)
+    hints = Hints(expected_tool="ls", expected_pause_s=1000.0)
+    tiers.engine.submit("p2", CONTEXT, 5, ProgramIdentity(program_id="p", hints=hints))
+    tiers.step_until(lambda: tiers.scheduler.requests["p2"].num_output_tokens == 3)
+    assert tiers.drive.troubles[Trouble.TOO_LATE] == 1
+    tiers.drive._own.clear()
+    tiers.drive.chunks.clear()
+    tiers.clock.advance(1000.0)
+    tiers.step_until(lambda: "p2" not in tiers.scheduler.requests)
+    tiers.step_until(lambda: tiers.scheduler.swapping.is_on_disk("default/p"))
 
 
 # --- pauses of all generation -----------------------------------------------------------------------------------------
