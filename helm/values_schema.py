@@ -80,7 +80,7 @@ def one_of(*values: str) -> Schema:
 
 
 def list_of(schema: Schema, **more: Any) -> Schema:
-    """An array."""
+    """Return the schema of an array whose items have ``schema``. ``more`` are further keywords, such as minItems."""
     return {"type": "array", "items": schema, **more}
 
 

@@ -145,7 +145,7 @@ class FileStore:
         return len(claimed)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the store. Files that are being written stay incomplete, and are swept later."""
         await self._logs.close()
 
     async def _discard(self, file_id: str, length: int) -> None:

@@ -14,7 +14,7 @@ class LogKind(StrEnum):
     """What a store has the logs of. The value is a part of the names of the keys in Redis."""
 
     RUNS = "runs"
-    """Runs of programs."""
+    """Runs of programs: an event of a run is an item of its log."""
     BATCHES = "batches"
     """Batches: a line of a batch is an item of its log."""
     FILES = "files"

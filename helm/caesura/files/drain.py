@@ -58,7 +58,11 @@ def drained(node_id: str, left_s: float) -> bool:
 
 
 def main(wait_s: float) -> None:
-    """Drain this node."""
+    """Order Ray to drain this node, and return once no replica is on it.
+
+    Args:
+        wait_s: longest time in seconds. After it, the pod ends with the replicas that are left.
+    """
     end_s = time.monotonic() + wait_s
     ordered = False
     while (left_s := end_s - time.monotonic()) > 0 and serving():
