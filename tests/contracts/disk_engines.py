@@ -109,6 +109,8 @@ class Engine:
             assert time.monotonic() < deadline_s, "the turn hangs"
             for output in self.engine.step():
                 found = list(output.outputs[0].token_ids)
+            if not self.scheduler.running:
+                time.sleep(0.001)  # as vLLM does in its own process, for the threads that read
         self.settle()
         return found
 
