@@ -48,6 +48,10 @@ class ContinuumParameters(BaseModel):
     max_ttl_s: float | None = Field(None, gt=0)
     """A program whose time to live would be longer is not pinned at all: a pin that ends before its pause costs twice.
     null, as in the paper: there is no such bound."""
+    pins_yield: Literal["stuck", "waiting"] = "stuck"
+    """When a pin is evicted for a turn that waits. `stuck`: while nothing runs, which is the deadlock that section 5.3
+    prevents. `waiting`: whenever that turn lacks memory, as its text says word by word. Pins then protect no program
+    from new ones while memory is short."""
     simplified: bool = False
     """Whether section 4.5's simplified version is used: a program is pinned for fixed_ttl_s if its tool's mean
     duration is below threshold_s, and not at all otherwise."""
@@ -84,6 +88,11 @@ class Pins:
     __slots__ = ()
 
     @property
+    def yields_to_waiting(self) -> bool:
+        """Whether pins yield to a waiting turn while others run."""
+        return False
+
+    @property
     def review_steps(self) -> None:
         """None: a pin's end is set once and never reviewed."""
         return None
@@ -99,17 +108,28 @@ class Pins:
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
         """Return whether the pin may be evicted for ``claimant``.
 
-        It yields to a waiting turn only when nothing runs. It always yields to a running one, because a preemption
-        would cost more.
+        It always yields to a running turn, because a preemption would cost more, and to a waiting one when nothing
+        runs.
         """
-        return claimant is not Claimant.WAITING
+        return claimant is not Claimant.WAITING or self.yields_to_waiting
 
 
 @dataclass(frozen=True, slots=True)
-class TimeToLive(Pins):
-    """Section 4.3: time to live = bound of the tool's duration · beta · factor for turns."""
+class PaperPins(Pins):
+    """The pins of the paper: when they yield is a parameter."""
 
     parameters: ContinuumParameters
+
+    @property
+    def yields_to_waiting(self) -> bool:
+        """Whether pins yield to a waiting turn while others run."""
+        return self.parameters.pins_yield == "waiting"
+
+
+class TimeToLive(PaperPins):
+    """Section 4.3: time to live = bound of the tool's duration · beta · factor for turns."""
+
+    __slots__ = ()
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for the time to live. Release if there is a longest one and it is longer."""
@@ -134,11 +154,10 @@ class TimeToLive(Pins):
         return self.parameters.default_ttl_s
 
 
-@dataclass(frozen=True, slots=True)
-class SimplifiedTimeToLive(Pins):
+class SimplifiedTimeToLive(PaperPins):
     """Section 4.5: one time to live, for tools whose mean duration is short."""
 
-    parameters: ContinuumParameters
+    __slots__ = ()
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for ``fixed_ttl_s`` if the mean is below ``threshold_s``.

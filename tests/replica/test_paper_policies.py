@@ -1,6 +1,7 @@
 """The papers' policies: each equation by numbers worked out by hand for the replica of ``policy_views``."""
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -477,6 +478,17 @@ def test_tools_that_never_ran_together_are_judged_by_the_slowest(judge: Policy) 
             table.observe("other", others_s)
         view = replace(pause(queued, durations=table), tools=("search", "bash:cd"))
         assert isinstance(pause_policy.decide(view), Hold) is held
+
+
+@pytest.mark.parametrize("simplified", [False, True])
+@pytest.mark.parametrize(("pins_yield", "yields"), [("stuck", False), ("waiting", True)])
+def test_continuums_pins_yield_to_a_deadlock_or_to_every_waiting_turn(
+    pins_yield: Literal["stuck", "waiting"], yields: bool, simplified: bool
+) -> None:
+    pins = continuum.ContinuumParameters(pins_yield=pins_yield, simplified=simplified).build().pause
+    assert pins.yields(hold(until_s=101.0), Claimant.WAITING) is yields
+    assert pins.yields(hold(until_s=101.0), Claimant.STARVED)
+    assert pins.yields(hold(until_s=101.0), Claimant.RUNNING)
 
 
 def test_continuum2_pins_a_tool_by_what_was_seen_of_it() -> None:
