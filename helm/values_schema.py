@@ -349,7 +349,10 @@ def _load() -> dict[str, Schema]:
 
 
 def values_schema() -> Schema:
-    """The whole."""
+    """Return the JSON schema of the chart's values.
+
+    `config` has the keys of the configuration that the chart does not decide itself.
+    """
     config = config_schema()
     definitions = {name: _without_titles(definition) for name, definition in config.pop("$defs").items()}
     for section, keys in DECIDED_BY_CHART.items():

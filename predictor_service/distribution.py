@@ -66,7 +66,7 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """The expected value."""
+        """Mean of the distribution, in the unit of its edges: each bin counts by its middle."""
         return float(self.shares @ (self.edges[:-1] + self.edges[1:])) / 2
 
     def share_up_to(self, value: float) -> float:

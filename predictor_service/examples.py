@@ -47,7 +47,7 @@ class TurnExample:
 
 @dataclass(frozen=True, slots=True)
 class ProgramExample:
-    """One recorded program."""
+    """A recorded program, with what a forecaster would have seen at each turn and what came of it."""
 
     program_id: str
     source: str

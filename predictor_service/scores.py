@@ -23,7 +23,7 @@ class NumberScores:
 
     count: int
     mae: float
-    """Mean absolute error."""
+    """Mean absolute error of the point forecasts, in the unit of the quantity."""
     crps: float
     """Mean continuous ranked probability score. For a point forecast, it is the absolute error."""
     coverage: float
