@@ -117,8 +117,8 @@ class Waste:
     held: float = 0.0
     """Held KV, of paused programs and of turns that wait."""
     recomputed: float = 0.0
-    """KV of each step's batch, times the share of recomputed tokens in the scheduled tokens. It includes the program's
-    own KV and that of the other turns in the batch."""
+    """KV of all turns that run in a step, times the share of recomputed tokens in the scheduled tokens. It includes the
+    program's own KV, and that of turns which are not in the step because its prompts come first (eq. 1's C_other)."""
     recomputing_s: float = 0.0
     """Seconds of the steps, times that share."""
     _settled_s: float = field(default=0.0, repr=False, compare=False)
@@ -134,7 +134,7 @@ class Waste:
         Args:
             again: tokens of the step that were computed before.
             total: scheduled tokens of the step.
-            context: tokens of KV of the batch.
+            context: tokens of KV of all turns that run.
             seconds: duration of the step.
         """
         self.recomputed += again / total * seconds * context
@@ -278,7 +278,7 @@ class Stats:
         self._known: dict[str, int] = {}
         """Leading tokens that were computed before, by request id, of turns that compute some of them again."""
         self._again: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=MAX_UNDER_WAY)
-        """Steps in flight that recompute: their output, the recomputed tokens, and the batch's KV in tokens."""
+        """Steps in flight that recompute: their output, recomputed tokens, and the tokens of KV of running turns."""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class Stats:
             if length >= self._known[request_id]:
                 del self._known[request_id]
         if again:
-            context = sum(requests[request_id].num_computed_tokens for request_id in scheduled)
+            context = sum(request.num_computed_tokens for request in requests.values())
             self._again.append((output, sum(again.values()), context))
         return again
 

@@ -76,6 +76,40 @@ def test_several_seeds_have_a_mean_and_a_spread() -> None:
     assert (found.here, found.spread) == (9.0, pytest.approx(2**0.5))
 
 
+def test_an_extreme_is_one_of_the_means_over_seeds_with_and_without_a_factor() -> None:
+    """`old` takes (8, 24) s at the two loads with seed 0, (24, 8) s with seed 1; `new` 8 s: the ratios are 2 and 2."""
+    row = {"kind": "ratio", "system": "old", "against": "new", "published": 2}
+    runs = [
+        Measured(Job("f", system, load, seed, factor), {"latency": value}, 1, 1)
+        for factor in ("", "slow")
+        for seed, values in ((0, (8.0, 24.0)), (1, (24.0, 8.0)))
+        for load, own in zip(("1", "2"), values, strict=True)
+        for system, value in (("old", own), ("new", 8.0))
+    ]
+    [found] = compare("f", figure(row), Results(runs))
+    assert (found.here, found.spread, found.with_factors) == (2.0, 0.0, {"slow": 2.0})
+
+
+def test_a_row_that_is_undefined_stays_and_is_not_near() -> None:
+    """No program of `new` completed at load 1; its ratio at load 2 alone would be another number."""
+    rows = [{"system": "new", "load": "1", "published": 8}]
+    undefined = Measured(Job("f", "new", "1", 0), {"latency": None}, 1, 1)
+    [found] = compare("f", figure(*rows), Results([undefined]))
+    assert (found.here, found.near) == (None, False)
+    assert "0 of 1" in summary([found])
+
+
+@pytest.mark.parametrize("kind", ["ratio", "mean_ratio", "least", "less"])
+def test_a_baseline_of_zero_at_one_load_makes_the_ratio_undefined(kind: str) -> None:
+    runs = [
+        Measured(Job("f", system, load, 0), {"latency": value}, 1, 1)
+        for system, load, value in (("new", "1", 1.0), ("new", "2", 2.0), ("old", "1", 1.0), ("old", "2", 0.0))
+    ]
+    row = {"kind": kind, "system": "new", "against": "old", "published": 1}
+    [found] = compare("f", figure(row), Results(runs))
+    assert found.here is None
+
+
 def test_a_load_that_was_not_run_has_no_row_and_a_factor_has_its_own_numbers() -> None:
     plan = figure(*({"system": "new", "load": load, "published": 8} for load in ("1", "2")))
     own = [Measured(Job("f", "new", "1", 0), {"latency": 9.0}, 1, 1)]

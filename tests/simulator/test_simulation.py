@@ -251,3 +251,17 @@ def test_programs_count_up_to_the_end_of_the_run_although_it_has_nothing_left_to
     [record] = bench.run((0.0, program(turn(100, 3))), until_s=500.0)
     assert bench.clock.now_s() < 500.0
     assert record.until_s == 500.0
+
+
+@pytest.mark.parametrize("beside_tokens", [0, 300])
+def test_a_recomputation_wastes_the_memory_of_turns_that_it_stops(bench: Bench, beside_tokens: int) -> None:
+    """vLLM 0.2 schedules prompts alone: while a context is computed again, the memory of the other turn does nothing.
+
+    177 tokens of a prompt of 193 were computed before; eq. 1 of InferCept counts the contexts of both turns.
+    """
+    returns = program(turn(160, 17, "ls", 5.0), turn(16, 1))
+    beside = [(4.9, program(turn(beside_tokens, 100)))] if beside_tokens else []
+    bench.run((0.0, returns), *beside, policy="vllm-v0", forgetful=True)
+    kv = 193 + beside_tokens
+    waste = bench.replicas[0].settled_waste().recomputed
+    assert kv * prefill_s(0, 193) * 177 / 193 <= waste <= (kv + 100 * bool(beside)) * prefill_s(0, 193) * 177 / 193

@@ -79,6 +79,31 @@ def test_an_engine_that_forgets_can_swap_out_while_it_holds(bench: Bench) -> Non
     assert back.turns[1].fetched_tokens == CONTEXT
 
 
+@pytest.mark.parametrize("starts_s", [0.5, -0.3])
+def test_copies_of_running_turns_take_no_host_memory_from_swapped_contexts(bench: Bench, starts_s: float) -> None:
+    """The host has 48 blocks, and each program may have 12. Four turns of 12 blocks or more run for seconds.
+
+    They begin after the context of 11 blocks was swapped out, or before: then they fill the host when it pauses.
+    """
+    policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})
+    first_s = max(0.0, -starts_s)
+    beside = [(first_s + starts_s, program(turn(190, 1200, "ls", 0.1), turn(16, 1)))] * 4
+    shape = {"num_blocks": 500, "host_blocks": 48}
+    back, *_ = bench.run((first_s, RETURNS), *beside, policy=policy, forgetful=True, **shape)
+    assert back.turns[1].fetched_tokens == CONTEXT
+
+
+def test_a_turn_that_is_preempted_after_its_context_was_loaded_computes_all_of_it_again(bench: Bench) -> None:
+    """It comes back at 5 s, finds its context on the host, and grows with the other turn beyond the memory."""
+    policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})
+    back = program(turn(160, 17, "ls", 5.0), turn(16, 200))
+    later = (4.9, program(turn(100, 250)))
+    returned, _ = bench.run((0.0, back), later, policy=policy, forgetful=True, **SMALL)
+    assert bench.replicas[0].preemptions > 0
+    assert link_of(bench).loaded_tokens == CONTEXT
+    assert returned.outcome is Outcome.OK
+
+
 def test_a_preempted_turn_computes_its_kv_again_where_copies_are_forgotten(bench: Bench) -> None:
     """Both turns fit at first and not at their ends, so that the later one is preempted."""
     policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})

@@ -24,9 +24,9 @@ class Compared:
     headline: bool
     published: float
     here: float | None
-    """Mean over the seeds; None: the measure is undefined, because no program completed."""
+    """Computed from the means over the seeds; None: undefined, because no program completed or a baseline is 0."""
     spread: float | None
-    """Standard deviation over the seeds; None for one seed."""
+    """Standard deviation of the numbers of single seeds; None for one seed."""
     with_factors: Mapping[str, float | None]
     """Ours with each factor, by its name."""
     kind: str = "value"
@@ -76,6 +76,10 @@ class Results:
             if job.seed not in self.seeds:
                 self.seeds.append(job.seed)
 
+    def has(self, figure: str, system: str, load: str) -> bool:
+        """Return whether a system was run at a load, without a factor."""
+        return any((figure, "", system, load, seed) in self._values for seed in self.seeds)
+
     def value(self, figure: str, factor: str, system: str, load: str, seed: int, measure: str) -> float | None:
         """Return a measure; None if it is undefined or was not run.
 
@@ -99,19 +103,18 @@ def compare(name: str, figure: Figure, results: Results) -> list[Compared]:
         return []
     rows: list[Compared] = []
     for row in figure.rows:
-        if row.load is not None and not _was_run(name, row, results):
+        if row.load is not None and not results.has(name, row.system, row.load):
             continue
         values = [_number(name, figure, "", row, results, [seed]) for seed in results.seeds]
         known = [value for value in values if value is not None]
-        whole = len(known) == len(values) > 0
         rows.append(
             Compared(
                 figure=name,
                 what=row.what,
                 headline=row.headline,
                 published=row.published,
-                here=statistics.fmean(known) if whole else None,
-                spread=statistics.stdev(known) if whole and len(known) > 1 else None,
+                here=_number(name, figure, "", row, results, results.seeds),
+                spread=statistics.stdev(known) if len(known) == len(values) > 1 else None,
                 kind=row.kind,
                 measure=row.measure,
                 system=row.system,
@@ -121,10 +124,6 @@ def compare(name: str, figure: Figure, results: Results) -> list[Compared]:
             )
         )
     return rows
-
-
-def _was_run(name: str, row: Row, results: Results) -> bool:
-    return results.value(name, "", row.system, row.load or "", results.seeds[0], row.measure) is not None
 
 
 def _number(name: str, figure: Figure, factor: str, row: Row, results: Results, seeds: Sequence[int]) -> float | None:
@@ -148,8 +147,11 @@ def _number(name: str, figure: Figure, factor: str, row: Row, results: Results, 
     found = []
     for load in loads:
         own, others = mean(row.system, load), mean(row.against, load)
-        if own is not None and others:
-            found.append(100 * (1 - own / others) if row.kind == "less" else own / others)
+        if own is None or others is None:
+            continue
+        if not others:  # the ratio would be infinite, and without it the others would be too small
+            return None
+        found.append(100 * (1 - own / others) if row.kind == "less" else own / others)
     if row.kind == "mean_ratio":
         return statistics.fmean(found) if found else None
     if row.kind == "least":

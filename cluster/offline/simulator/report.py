@@ -39,7 +39,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
 
     Times are in seconds unless the key has another unit; ``goodput_*`` and ``*_per_s`` are per second.
     ``wasted_gib_s`` integrates two amounts over the measured window, which ``wasted_by_cause_gib_s`` has separately: KV
-    on hold, and the KV of each step's batch times the share of recomputed tokens in the step. ``jain``: see
+    on hold, and the KV of all running turns times the share of recomputed tokens in the step. ``jain``: see
     `cluster.offline.simulator.fairness`. ``recomputing_share`` is the share of the steps' time in which tokens were
     computed again. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
     values in virtual time. ``stored_tokens`` and ``loaded_tokens`` count the tokens whose KV was offloaded to the host
