@@ -1,7 +1,7 @@
 """Writes the frontier of the policies into docs/policies.md: ``python -m benchmarks.frontier``.
 
 The runs are those of `tables.yaml`, kept in ``results/``. The part of the page after `MARK` is replaced: where ours is
-behind, what refusals change, one plot for each setting of the host tier, and for each workload a table of `caesura`
+behind, what rejections change, one plot for each setting of the host tier, and for each workload a table of `caesura`
 against the best other policy, measure by measure.
 """
 
@@ -21,7 +21,7 @@ IMAGES = PAGE.parent / "images"
 MARK = "<!-- Written by `python -m benchmarks.frontier`. -->"
 OURS = "caesura"
 PATIENT = "augserve"
-"""A policy that refuses nobody. The page compares it with ours at the loads at which ours refuses programs."""
+"""A policy that rejects nobody. The page compares it with ours at the loads at which ours rejects programs."""
 TARGET = 1.05
 """A measure within this factor of the best other policy's counts as near the best."""
 LEGEND_ENTRY_IN = (1.5, 0.22)
@@ -48,7 +48,7 @@ class Measure:
     most: bool = False
     """Whether the largest value is the best."""
     admitted: bool = False
-    """Whether programs that were refused at once are left out."""
+    """Whether programs that were rejected at once are left out."""
     plotted: bool = False
 
     def of(self, row: Row) -> float | None:
@@ -77,14 +77,14 @@ WORKLOADS = (
 TIERS = {"": "without a host tier", "_host200": "with 200 GiB of host memory"}
 GOOD = Measure("goodput_programs", "good programs", "1/s", most=True, plotted=True)
 GOOD_REQUESTS = Measure("goodput_requests", "good requests", "1/s", most=True)
-REFUSED = Measure("refused/offered", "refused", "share of offered", plotted=True)
+REJECTED = Measure("refused/offered", "rejected", "share of offered", plotted=True)
 OFFERED = Measure("completion_offered_s.mean", "completion mean of all offered", plotted=True)
 ADMITTED = Measure("completion_all_s.mean", "completion mean of the admitted", admitted=True, plotted=True)
 MEASURES = (
     GOOD,
     Measure("goodput_programs_first", "good by AugServe's bounds", "1/s", most=True),
     GOOD_REQUESTS,
-    REFUSED,
+    REJECTED,
     OFFERED,
     ADMITTED,
     Measure("completion_all_s.p95", "completion p95 of the admitted", admitted=True),
@@ -108,7 +108,7 @@ def main() -> int:
         for tier, workloads in kept.items()
         for workload, rows in workloads.items()
     }
-    lines = [MARK, "", *where_behind(means), *refusals(means)]
+    lines = [MARK, "", *where_behind(means), *rejections(means)]
     for tier, workloads in kept.items():
         if workloads:
             lines += section(tier, workloads)
@@ -144,7 +144,7 @@ def loads_of(means: Means) -> list[float]:
 def where_behind(means: Mapping[str, Means]) -> Iterator[str]:
     """Yield, for each setting, the measures by which ours is behind the best other policy, and the loads."""
     yield from (
-        f"`{OURS}` is more than {TARGET - 1:.0%} worse than the best other policy, or refuses more (the stars below):",
+        f"`{OURS}` is more than {TARGET - 1:.0%} worse than the best other policy, or rejects more (the stars below):",
         "",
     )
     for title, of in means.items():
@@ -157,20 +157,20 @@ def where_behind(means: Mapping[str, Means]) -> Iterator[str]:
     yield ""
 
 
-def refusals(means: Mapping[str, Means]) -> Iterator[str]:
-    """Yield a table of ours against `PATIENT` at the loads at which ours refuses programs."""
+def rejections(means: Mapping[str, Means]) -> Iterator[str]:
+    """Yield a table of ours against `PATIENT` at the loads at which ours rejects programs."""
     measures = (OFFERED, ADMITTED, GOOD_REQUESTS, GOOD)
     rows = [
-        f"| {title} | {load:g} | {of[OURS, load][REFUSED.field]:.1%} | "
+        f"| {title} | {load:g} | {of[OURS, load][REJECTED.field]:.1%} | "
         + f"{' | '.join(_over(of, measure, load) for measure in measures)} |"
         for title, of in means.items()
         for load in loads_of(of)
-        if (PATIENT, load) in of and of[OURS, load][REFUSED.field] > 0 == of[PATIENT, load][REFUSED.field]
+        if (PATIENT, load) in of and of[OURS, load][REJECTED.field] > 0 == of[PATIENT, load][REJECTED.field]
     ]
     if rows:
-        yield f"`{OURS}` beside `{PATIENT}`, which refuses nobody, at the loads at which `{OURS}` refuses programs:"
+        yield f"`{OURS}` beside `{PATIENT}`, which rejects nobody, at the loads at which `{OURS}` rejects programs:"
         yield ""
-        yield f"| setting | load | refused | {' | '.join(f'{one.title}, {one.unit}' for one in measures)} |"
+        yield f"| setting | load | rejected | {' | '.join(f'{one.title}, {one.unit}' for one in measures)} |"
         yield "| --- " * (3 + len(measures)) + "|"
         yield from (*rows, "")
 
@@ -206,8 +206,8 @@ def table(means: Means) -> Iterator[str]:
 def cell(means: Means, measure: Measure, load: float) -> str:
     """Return ours and the best other policy's.
 
-    A star follows if ours is more than `TARGET` times worse, or refuses more. Else a dagger follows if the measure is
-    of the admitted programs, and ours refuses more programs than that policy: the programs are not the same.
+    A star follows if ours is more than `TARGET` times worse, or rejects more. Else a dagger follows if the measure is
+    of the admitted programs, and ours rejects more programs than that policy: the programs are not the same.
     """
     others = {policy: values[measure.field] for (policy, at), values in means.items() if at == load and policy != OURS}
     others = {policy: value for policy, value in others.items() if not math.isnan(value)}
@@ -216,14 +216,14 @@ def cell(means: Means, measure: Measure, load: float) -> str:
         return "-"
     best = (max if measure.most else min)(others, key=others.__getitem__)
     ratio = behind(ours, others[best], most=measure.most)
-    far = ours > others[best] if measure is REFUSED else ratio is not None and ratio > TARGET
-    mark = " *" if far else " †" if measure.admitted and not refuses_no_more(means, best, load) else ""
+    far = ours > others[best] if measure is REJECTED else ratio is not None and ratio > TARGET
+    mark = " *" if far else " †" if measure.admitted and not rejects_no_more(means, best, load) else ""
     return f"{ours:.3g} (`{best}` {others[best]:.3g}){mark}"
 
 
-def refuses_no_more(means: Means, policy: str, load: float) -> bool:
-    """Return whether ours is known to refuse no larger share of the offered programs than ``policy``."""
-    return means[OURS, load][REFUSED.field] <= means[policy, load][REFUSED.field]
+def rejects_no_more(means: Means, policy: str, load: float) -> bool:
+    """Return whether ours is known to reject no larger share of the offered programs than ``policy``."""
+    return means[OURS, load][REJECTED.field] <= means[policy, load][REJECTED.field]
 
 
 def behind(ours: float, best: float, *, most: bool) -> float | None:

@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 
 DIRECTORY = Path(__file__).parent / "results"
+REPORTED_AHEAD = frozenset({"e7e9f19"})
+"""Commits without the option ``--reports``, of which results are kept. There each turn reported its tool and whether it
+was the last, as with ``--reports ahead``."""
 
 
 def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> Path:
@@ -69,7 +72,8 @@ def commit() -> str:
 def simulated_command(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the `caesura simulate` of kept runs, for all policies and seeds.
 
-    It has the options ``--set`` of all the runs, since a policy without its parameters would be another one.
+    It has the options ``--set`` of all the runs, since a policy without its parameters would be another one, and
+    ``--reports ahead`` if clients reported so without an option.
     """
     words = rows[0]["command"].split()
     for option in ("--policies", "--seed", "--set"):
@@ -78,4 +82,5 @@ def simulated_command(rows: Sequence[Mapping[str, Any]]) -> str:
             del words[place : place + 2]
     pairs = (pair for row in rows for pair in pairwise(row["command"].split()))
     parameters = dict.fromkeys(value for option, value in pairs if option == "--set")
-    return " ".join([*words, *(f"--set {value}" for value in parameters)])
+    reports = ["--reports ahead"] if any(row.get("commit") in REPORTED_AHEAD for row in rows) else []
+    return " ".join([*words, *reports, *(f"--set {value}" for value in parameters)])

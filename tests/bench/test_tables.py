@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks import tables
-from benchmarks.results import simulated_command
+from benchmarks.results import REPORTED_AHEAD, simulated_command
 from benchmarks.tables import Call, calls_of, collect, keep_unfinished, restore, run_all, seeds_of
 from cluster.core.registry import PEERS, POLICIES
 from cluster.offline.simulator.settings import BASELINES
@@ -135,3 +135,10 @@ def test_the_printed_command_keeps_the_parameters_of_a_policy() -> None:
     rows = [{"command": "caesura simulate --trace t --policies vllm --seed 0 --rates 1"}, {"command": tuned}]
     rows += [{"command": tuned.replace("--seed 0", "--seed 1")}]
     assert simulated_command(rows) == "caesura simulate --trace t --rates 1 --set augserve.b=0.1 --set augserve.a=0"
+
+
+def test_the_printed_command_has_what_clients_reported_before_there_was_an_option() -> None:
+    row = {"command": "caesura simulate --trace t --policies vllm --seed 0 --rates 1", "commit": "1234567"}
+    assert simulated_command([row]) == "caesura simulate --trace t --rates 1"
+    older = [row | {"commit": commit} for commit in REPORTED_AHEAD]
+    assert simulated_command(older) == "caesura simulate --trace t --rates 1 --reports ahead"

@@ -1,4 +1,4 @@
-"""Continuum, written from the paper alone (sections 4.2 to 4.4, 5.3), with nothing of `replicas.policies`.
+"""Continuum, written a second time from the paper (sections 4.2 to 4.4, 5.3), with nothing of `replicas.policies`.
 
 Section 4.2 names the inequality of Maurer and Pontil (2009), of which this is theorem 4. Taken from
 docs/papers/continuum.md, because the formula is lost in our copy of the text: the factor for turns is the number of

@@ -1,4 +1,4 @@
-"""LAMPS, written from the paper alone (sections 4.2 to 4.4), with nothing of `replicas.policies`.
+"""LAMPS, written a second time from the paper (sections 4.2 to 4.4), with nothing of `replicas.policies`.
 
 Taken from docs/papers/lamps.md, because the paper is silent or the engine differs: C_batch is C and the running tokens;
 the way is chosen again at the pause.
