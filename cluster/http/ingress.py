@@ -197,8 +197,9 @@ class ProgramIngress(Administration):
             http = config.http
             routes = application(config, lambda name: getattr(self, name), http.host)
             self._requests = GracefulShutdown(routes)
-            app = ResponseSockets(guarded(self._requests, http.max_concurrent_requests), http.cors_origins)
-            self._server = HttpServer(app, http.host, http.port, http.max_body_bytes)
+            most, max_bytes = http.max_concurrent_requests, http.max_body_bytes
+            app = ResponseSockets(guarded(self._requests, most), http.cors_origins, most, max_bytes)
+            self._server = HttpServer(app, http.host, http.port, max_bytes)
             self._adopt(self._server)
 
     async def shut_down(self, within_s: float) -> int:

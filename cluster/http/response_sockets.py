@@ -6,18 +6,27 @@ errors and disconnects are therefore those of `POST /v1/responses`. The events o
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.openai import CONNECTION, RESPONSES
-from cluster.core.errors import BadRequest, HttpError
+from cluster.api.openai import CONNECTION, RESPONSES, RETRY_AFTER_S, error_response
+from cluster.auth.keys import ANYBODY
+from cluster.auth.middleware import CALLER
+from cluster.core.errors import BadRequest, Forbidden, HttpError, Overloaded, TooManyRequests
 from cluster.http.connection_responses import ConnectionResponses
 
 CREATE = "response.create"
 MAX_WAITING = 16
 """Messages that wait while a response is in progress. Further ones are refused."""
+TENANT_SHARE = 4
+"""One tenant may have one of this number of an ingress's connections."""
+MAX_AGE_S = 3600.0
+"""Seconds after which a connection is closed, which are OpenAI's. A response that is in progress ends before."""
 
 CHECKED_PATH = "/version"
 """A path that needs the same role as a response. It is requested to check the key before the connection is accepted."""
@@ -32,11 +41,15 @@ class ResponseSockets:
     Args:
         app: the application.
         origins: origins whose web pages may connect. Browsers send the origin, other clients do not. `*`: all.
+        most: maximum number of connections. One tenant may have a quarter of them.
+        max_bytes: size of the messages that may wait on a connection, and of the responses that are kept for it.
     """
 
-    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str], most: int, max_bytes: int) -> None:
         self._app = app
         self._origins = origins
+        self._open = _Open(most)
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -44,25 +57,69 @@ class ResponseSockets:
             await self._app(scope, receive, send)
             return
         await receive()  # the event that the client wants to connect
-        refusal = await self._refusal(scope)
-        if refusal is not None:
-            await _refuse(send, *refusal)
-            return
-        await send({"type": "websocket.accept"})
-        await _Socket(self._app, scope, receive, send).serve()
+        try:
+            tenant = await self._tenant(scope)
+            with self._open.one(tenant):
+                await send({"type": "websocket.accept"})
+                await _Socket(self._app, scope, receive, send, self._max_bytes).serve()
+        except _Refused as refused:
+            await _refuse(send, refused.response)
 
-    async def _refusal(self, scope: Scope) -> tuple[int, bytes] | None:
-        """Return the status and the body with which the connection is refused. None: it is accepted."""
+    async def _tenant(self, scope: Scope) -> str:
+        """Return the tenant of a client that may connect.
+
+        Raises:
+            _Refused: the client may not connect.
+        """
         origin = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"), None)
         if origin is not None and origin not in self._origins and "*" not in self._origins:
-            error = HttpError("this origin may not connect (http.cors_origins)", status=403)
-            return 403, json.dumps({"error": _body(error)}).encode()
+            raise _Refused(error_response(Forbidden("this origin may not connect (http.cors_origins)")))
         if scope["path"] != RESPONSES:
-            error = HttpError(f"WebSockets are served on {RESPONSES} only", status=404)
-            return 404, json.dumps({"error": _body(error)}).encode()
-        answer = _Answer()
-        await self._app(_http(scope, "GET", CHECKED_PATH, b""), _nothing_more(b""), answer.take)
-        return None if answer.status < 400 else (answer.status, bytes(answer.whole))
+            raise _Refused(error_response(BadRequest(f"WebSockets are served on {RESPONSES} only", status=404)))
+        asked, answer = _http(scope, "GET", CHECKED_PATH, b""), _Answer()
+        await self._app(asked, _nothing_more(b""), answer.take)
+        if answer.status >= 400:
+            raise _Refused(Response(bytes(answer.whole), answer.status, media_type="application/json"))
+        tenant: str = asked.get(CALLER, ANYBODY).tenant
+        return tenant
+
+
+class _Refused(Exception):
+    """A connection is refused with this answer."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
+
+class _Open:
+    """The open connections, by tenant."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._most_of_tenant = max(1, most // TENANT_SHARE)
+        self._numbers: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, tenant: str) -> Iterator[None]:
+        """Count a connection in the block.
+
+        Raises:
+            _Refused: there are too many.
+        """
+        if self._numbers[tenant] >= self._most_of_tenant:
+            message = f"{self._most_of_tenant} connections of this tenant are open; close some"
+            code = "too_many_connections"
+            raise _Refused(error_response(TooManyRequests(message, code=code, retry_after_s=RETRY_AFTER_S)))
+        if self._numbers.total() >= self._most:
+            message = f"{self._most} connections are open; retry later"
+            raise _Refused(error_response(Overloaded(message, retry_after_s=RETRY_AFTER_S)))
+        self._numbers[tenant] += 1
+        try:
+            yield
+        finally:
+            self._numbers[tenant] -= 1
+            self._numbers += Counter()  # forgets tenants without connections
 
 
 class _Answer:
@@ -86,51 +143,85 @@ class _Answer:
 class _Socket:
     """A WebSocket whose messages are requests for responses, which are run one after the other, in order."""
 
-    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
         self._app = app
         self._scope = scope
         self._receive = receive
         self._send = send
         self._gone = asyncio.Event()
-        self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
-        self._made = ConnectionResponses()
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
+        self._max_bytes = max_bytes
+        self._waiting_bytes = 0
+        self._made = ConnectionResponses(max_bytes)
 
     async def serve(self) -> None:
-        """Serve until the client disconnects."""
+        """Serve until the client disconnects, or the connection is too old."""
+        until_s = asyncio.get_running_loop().time() + MAX_AGE_S
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
-            while (text := await self._messages.get()) is not None and not self._gone.is_set():
-                await self._serve_one(text)
+            while await self._serve_one(until_s):
+                pass
+            if not self._gone.is_set():
+                await self._close()
+
+    async def _close(self) -> None:
+        message = f"the connection is older than {MAX_AGE_S / 60:g} minutes; open a new one"
+        old = BadRequest(message, code="websocket_connection_limit_reached")
+        with suppress(OSError):  # the client has left meanwhile
+            await self._tell(_error(old.status, _body(old)))
+            self._gone.set()
+            await self._send({"type": "websocket.close", "code": 1000})
 
     async def _read(self) -> None:
         while (message := await self._receive())["type"] != "websocket.disconnect":
-            try:
-                self._messages.put_nowait(message.get("text") or "")
-            except asyncio.QueueFull:
-                full = HttpError(f"{MAX_WAITING} messages wait already; send it again later", status=429)
+            sent = (message.get("text") or "").encode()
+            if self._messages.full() or self._waiting_bytes + len(sent) > self._max_bytes:
+                most = f"at most {MAX_WAITING} messages of {self._max_bytes} bytes together wait"
+                full = TooManyRequests(f"{most}; send it again later", code="too_many_messages")
                 await self._tell(_error(full.status, _body(full)))
+            else:
+                self._messages.put_nowait(sent)
+                self._waiting_bytes += len(sent)
         self._gone.set()
         while not self._messages.empty():
             self._messages.get_nowait()
         self._messages.put_nowait(None)
 
-    async def _serve_one(self, text: str) -> None:
+    async def _next(self, until_s: float) -> bytes | None:
+        """Return the next message. None: the client has left, or the connection is too old."""
+        if asyncio.get_running_loop().time() >= until_s:
+            return None
         try:
-            body = _request(text)
+            async with asyncio.timeout_at(until_s):
+                sent = await self._messages.get()
+        except TimeoutError:
+            return None
+        if sent is None or self._gone.is_set():
+            return None
+        self._waiting_bytes -= len(sent)
+        return sent
+
+    async def _serve_one(self, until_s: float) -> bool:
+        """Serve the next message. Return False if there is none."""
+        if (sent := await self._next(until_s)) is None:
+            return False
+        try:
+            body = _request(sent)
         except BadRequest as error:
             await self._tell(_error(error.status, _body(error)))
-            return
+            return True
         scope = {**_http(self._scope, "POST", RESPONSES, body), CONNECTION: self._made}
-        await self._app(scope, self._body(body), self._forward())
+        receive = self._body(body)
+        del sent, body  # a response can take an hour
+        await self._app(scope, receive, self._forward())
+        return True
 
     def _body(self, body: bytes) -> Receive:
-        sent = False
+        unread = [body]
 
         async def receive() -> Message:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
             await self._gone.wait()
             return {"type": "http.disconnect"}
 
@@ -164,14 +255,14 @@ class _Socket:
             await self._send({"type": "websocket.send", "text": text})
 
 
-def _request(text: str) -> bytes:
+def _request(sent: bytes) -> bytes:
     """Return the body of the request that a message asks for.
 
     Raises:
         BadRequest: the message is not valid.
     """
     try:
-        message = json.loads(text)
+        message = json.loads(sent)
     except (ValueError, RecursionError) as error:
         raise BadRequest("a message must be a JSON object", code="invalid_json") from error
     if not isinstance(message, dict) or message.get("type") != CREATE:
@@ -221,7 +312,7 @@ def _error(status: int, error: Mapping[str, Any]) -> str:
     return json.dumps({"type": "error", "status": status, "error": error})
 
 
-async def _refuse(send: Send, status: int, body: bytes) -> None:
-    headers = [_JSON, (b"content-length", str(len(body)).encode())]
-    await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
+async def _refuse(send: Send, response: Response) -> None:
+    start = {"type": "websocket.http.response.start", "status": response.status_code, "headers": response.raw_headers}
+    await send(start)
+    await send({"type": "websocket.http.response.body", "body": response.body})
