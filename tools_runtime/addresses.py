@@ -19,7 +19,7 @@ from cluster.core.errors import ToolFailed, ToolRefused
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 RESOLVERS = 4
-"""Number of names that one tool can look up at a time."""
+"""Number of names that one tool, or one tenant for its images, can look up at a time."""
 
 _EMBEDDING = ipaddress.ip_network("64:ff9b::/96")
 """The NAT64 network. The last 32 bits of its addresses are an IPv4 address (RFC 6052)."""
@@ -63,7 +63,7 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 class Resolver:
-    """Looks up names on threads of its own, so that a name server that hangs delays one tool only.
+    """Looks up names on threads of its own, so that a name server that hangs delays their owner only.
 
     Args:
         networks: networks in CIDR form, whose addresses are allowed like public ones.

@@ -6,10 +6,9 @@ be made to call addresses of its own network. Here a name is resolved once and i
 
 import asyncio
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import httpx
 
@@ -32,21 +31,22 @@ class ImageReader:
 
     Args:
         max_bytes: largest size of all images of a request in bytes.
-        resolver: looks up names; None: one that allows public addresses only.
+        resolver: makes what looks up the names of a tenant.
     """
 
-    def __init__(self, max_bytes: int, resolver: Resolver | None = None) -> None:
+    def __init__(self, max_bytes: int, resolver: Callable[[], Resolver] = Resolver) -> None:
         self._max_bytes = max_bytes
-        self._resolver = resolver or Resolver()
+        self._resolver = resolver
         self._client: httpx.AsyncClient | None = None
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._tenants: dict[str, _Tenant] = {}
+        """The tenants that had an image fetched. They are kept, since a look-up can outlive its request."""
 
     async def read(self, body: Mapping[str, Any], tenant: str) -> None:
         """Fetch the images of a body, and put them into it as `data:` URLs.
 
         Args:
             body: the body.
-            tenant: whose request it is. A tenant whose servers are slow delays no other.
+            tenant: whose request it is. A tenant whose servers or name servers are slow delays no other.
 
         Raises:
             BadRequest: an image cannot be fetched, is no image or too large, or there are too many. ``param`` is its
@@ -57,35 +57,41 @@ class ImageReader:
             return
         if len(found) > MAX_IMAGES:
             raise _bad(found[MAX_IMAGES], f"the request has {len(found)} images, and at most {MAX_IMAGES} are read")
-        turns = self._turns.setdefault(tenant, asyncio.Semaphore(FETCHED_AT_ONCE))
-        room = _Room(self._max_bytes)
-        try:
-            async with asyncio.timeout(FETCH_WITHIN_S):
-                await run_all(self._fetch(one, turns, room) for one in found if _is_http(one.url))
-        except TimeoutError:
-            raise _bad(found[0], f"the images were not fetched within {FETCH_WITHIN_S:g} s") from None
+        if remote := [one for one in found if _is_http(one.url)]:
+            await self._fetch_all(remote, tenant)
         await asyncio.to_thread(self._check, found)
 
     async def aclose(self) -> None:
-        """Close the resolver and the connections to servers of images. No fetch may be in progress."""
-        self._resolver.close()
+        """Close the resolvers and the connections to servers of images. No fetch may be in progress."""
+        for tenant in self._tenants.values():
+            tenant.resolver.close()
         if self._client is not None:
             await self._client.aclose()
 
-    async def _fetch(self, image: ImagePart, turns: asyncio.Semaphore, room: "_Room") -> None:
+    async def _fetch_all(self, images: list[ImagePart], name: str) -> None:
+        if (tenant := self._tenants.get(name)) is None:
+            tenant = self._tenants[name] = _Tenant(self._resolver())
+        room = _Room(self._max_bytes)
+        try:
+            async with asyncio.timeout(FETCH_WITHIN_S):
+                await run_all(self._fetch(one, tenant, room) for one in images)
+        except TimeoutError:
+            raise _bad(images[0], f"the images were not fetched within {FETCH_WITHIN_S:g} s") from None
+
+    async def _fetch(self, image: ImagePart, tenant: "_Tenant", room: "_Room") -> None:
         if self._client is None:
             # A connection to a checked address is not kept: another name at that address would be sent through it.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
-        async with turns:
-            await self._fetch_now(self._client, image, room)
+        async with tenant.turns:
+            await self._fetch_now(self._client, tenant.resolver, image, room)
 
-    async def _fetch_now(self, client: httpx.AsyncClient, image: ImagePart, room: "_Room") -> None:
+    async def _fetch_now(self, client: httpx.AsyncClient, resolver: Resolver, image: ImagePart, room: "_Room") -> None:
         with _refused(image):
             url = httpx.URL(image.url)
             for _ in range(MAX_REDIRECTS + 1):
                 request = httpx.Request("GET", url, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
-                response = await client.send(await self._resolver.pinned(request), stream=True)
+                response = await client.send(await resolver.pinned(request), stream=True)
                 try:
                     if response.status_code not in _REDIRECTS or "location" not in response.headers:
                         image.set_url(await _data_url(image, response, room))
@@ -107,6 +113,14 @@ class ImageReader:
             if len(content) > MAX_IMAGE_BYTES or whole > self._max_bytes:
                 raise _too_large(image, self._max_bytes)
             _check_pixels(image, content)
+
+
+class _Tenant:
+    """What the fetches of one tenant share."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self.resolver = resolver
+        self.turns = asyncio.Semaphore(FETCHED_AT_ONCE)
 
 
 class _Room:

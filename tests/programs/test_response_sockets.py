@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Mount, Route
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from cluster.api.openai import ErrorBoundary
+from cluster.api.ray_errors import as_http_error
+from cluster.auth.keys import Caller
+from cluster.auth.middleware import AuthMiddleware
+from cluster.config.schema import CaesuraConfig
+from cluster.http import response_sockets
 from cluster.http.connection_responses import MAX_KEPT
-from cluster.http.response_sockets import MAX_WAITING, ResponseSockets
+from cluster.http.response_sockets import MAX_WAITING, TENANT_SHARE, ResponseSockets
 from cluster.http.server import HttpServer
 from cluster.proxy.http_protocol import HardenedHttpProtocol
 from cluster.runs import runner
@@ -27,42 +34,40 @@ from tests.waiting import WITHIN_S
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16
-KEY = "secret"
+KEY, OTHER_KEY = "secret", "other secret"
+KEYS = {KEY: Caller("default"), OTHER_KEY: Caller("other")}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
-class Guarded:
-    """Asks for a key, as the ingress does, and has the path that is asked first."""
+def guarded(app: Starlette) -> Starlette:
+    """The application behind keys, as in the ingress, with the path that is asked first."""
 
-    def __init__(self, app: Starlette) -> None:
-        self._app = app
+    async def version(request: Request) -> Response:
+        return JSONResponse({})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        answer: Response | None = None
-        if request.headers.get("authorization") != f"Bearer {KEY}":
-            answer = JSONResponse({"error": {"message": "no API key"}}, 401)
-        elif request.url.path == "/version":
-            answer = JSONResponse({})
-        await (answer or self._app)(scope, receive, send)
+    limits: Any = {"limited_paths": frozenset()}
+    boundary = Middleware(ErrorBoundary, error_map=as_http_error, max_header_bytes=10_000, max_in_flight=10, **limits)
+    keys = Middleware(AuthMiddleware, config=CaesuraConfig(), find=KEYS.get, **limits)
+    return Starlette(routes=[Route("/version", version), Mount("/", app)], middleware=[boundary, keys])
 
 
 class Sockets:
     """A server, and what its replicas were asked."""
 
-    def __init__(self, runners: Runners, turns: tuple[Script, ...]) -> None:
+    def __init__(self, runners: Runners, turns: tuple[Script, ...], most: int) -> None:
         self.replicas = ScriptedReplicas(list(turns))
         self.runner = runners(self.replicas, ScriptedTools({"add": lambda call: "2"}))
         with socket.create_server((HOST, 0)) as listener:
             self.port = listener.getsockname()[1]
-        app = Guarded(site(self.runner, known(registered("add")), redis_url=runners.url))
-        self.server = HttpServer(ResponseSockets(app, ["http://page.example"]), HOST, self.port, MESSAGE_BYTES)
+        app = guarded(site(self.runner, known(registered("add")), redis_url=runners.url))
+        served = ResponseSockets(app, ["http://page.example"], most, MESSAGE_BYTES)
+        self.server = HttpServer(served, HOST, self.port, MESSAGE_BYTES)
 
     def openai(self) -> AsyncOpenAI:
         return AsyncOpenAI(api_key=KEY, base_url=f"http://{HOST}:{self.port}/v1", max_retries=0)
 
-    def connect(self, path: str = "/v1/responses", **headers: str) -> connect:
-        named = {"Authorization": f"Bearer {KEY}"} | headers
+    def connect(self, path: str = "/v1/responses", key: str = KEY, **headers: str) -> connect:
+        named = {"Authorization": f"Bearer {key}"} | headers
         return connect(f"ws://{HOST}:{self.port}{path}", additional_headers=named)
 
 
@@ -70,8 +75,8 @@ class Sockets:
 async def sockets(runners: Runners) -> AsyncIterator[Any]:
     made: list[Sockets] = []
 
-    def make(*turns: Script) -> Sockets:
-        made.append(Sockets(runners, turns))
+    def make(*turns: Script, most: int = 64) -> Sockets:
+        made.append(Sockets(runners, turns, most))
         return made[-1]
 
     yield make
@@ -199,6 +204,91 @@ async def test_too_many_waiting_messages_are_refused(sockets: Any) -> None:
         gate.set()
         ends = [await until_end(to) for _ in range(MAX_WAITING + 1)]
     assert {end["type"] for end in ends} == {"response.completed"}
+
+
+async def test_waiting_messages_are_bounded_in_bytes(sockets: Any) -> None:
+    gate = asyncio.Event()
+    script = says("slow")
+    there = sockets([*script[:2], gate, *script[2:]], says("two", first_id=200), says("three", first_id=300))
+    large = "\u00e4" * (MESSAGE_BYTES // 4)  # two bytes each
+    async with there.connect() as to:
+        await ask(to, input="hi")
+        while json.loads(await to.recv())["type"] != "response.output_text.delta":
+            pass
+        for text in ("b" * (MESSAGE_BYTES // 2), large):
+            await to.send(json.dumps({"type": "response.create", "model": "m", "input": text}, ensure_ascii=False))
+        refused = await until_end(to)
+        assert (refused["status"], refused["error"]["code"]) == (429, "too_many_messages")
+        gate.set()
+        assert [(await until_end(to))["type"] for _ in range(2)] == ["response.completed"] * 2
+        await ask(to, input="b" * (MESSAGE_BYTES // 2))
+        assert (await until_end(to))["type"] == "response.completed"
+
+
+async def test_a_connection_keeps_a_bounded_number_of_bytes_and_the_last_response(sockets: Any) -> None:
+    there = sockets(*(says(f"{n}", first_id=100 * (n + 1)) for n in range(3)))
+    async with there.connect() as to:
+        made = []
+        for number in range(2):
+            await ask(to, input=f"{number}" * (MESSAGE_BYTES // 2), store=False)
+            made.append((await until_end(to))["response"]["id"])
+        await ask(to, input="and?", previous_response_id=made[0], store=False)
+        assert (await until_end(to))["error"]["code"] == "previous_response_not_found"
+        await ask(to, input="and?", previous_response_id=made[1], store=False)
+        assert (await until_end(to))["response"]["status"] == "completed"
+
+
+async def refused(attempt: connect) -> InvalidStatus:
+    with pytest.raises(InvalidStatus) as caught:
+        async with attempt:
+            pass
+    return caught.value
+
+
+async def test_one_tenant_has_a_share_of_the_connections(sockets: Any) -> None:
+    there = sockets(says("hello"), most=2 * TENANT_SHARE)
+    async with there.connect() as first, there.connect():
+        too_many = (await refused(there.connect())).response
+        assert (too_many.status_code, too_many.headers["retry-after"]) == (429, "1")
+        assert json.loads(too_many.body)["error"]["code"] == "too_many_connections"
+        async with there.connect(key=OTHER_KEY) as other:
+            await ask(other, input="hi")
+            assert (await until_end(other))["type"] == "response.completed"
+        await first.close()
+        async with asyncio.timeout(WITHIN_S), there.connect():
+            pass
+
+
+async def test_all_tenants_together_have_a_bounded_number_of_connections(sockets: Any) -> None:
+    there = sockets(most=1)
+    async with there.connect():
+        too_many = (await refused(there.connect(key=OTHER_KEY))).response
+    assert (too_many.status_code, too_many.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_connection_ends_after_an_hour_but_not_within_a_response(
+    sockets: Any, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    monkeypatch.setattr(response_sockets, "MAX_AGE_S", 0.5)
+    gate = asyncio.Event()
+    script = says("slow")
+    there = sockets([*script[:2], gate, *script[2:]])
+    async with there.connect() as to:
+        if busy:
+            await ask(to, input="hi")
+            while json.loads(await to.recv())["type"] != "response.output_text.delta":
+                pass
+            await ask(to, input="it waits")
+            await asyncio.sleep(0.6)
+            gate.set()
+            assert (await until_end(to))["type"] == "response.completed"
+        ended = await until_end(to)
+        assert (ended["type"], ended["status"]) == ("error", 400)
+        assert ended["error"]["code"] == "websocket_connection_limit_reached"
+        await to.wait_closed()
+        assert to.close_code == 1000
+    assert len(there.replicas.asked) == busy
 
 
 BAD: list[tuple[str, str, int, str | None]] = [

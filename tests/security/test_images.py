@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import gzip
+import ipaddress
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +25,9 @@ from cluster.http import images
 from cluster.http.images import MAX_IMAGES, ImageReader
 from cluster.http.requests import TurnReader
 from replicas.chat_text import ChatText
-from tools_runtime.addresses import Resolver
+from tests.waiting import WITHIN_S, until
+from tools_runtime import addresses
+from tools_runtime.addresses import RESOLVERS, Address, Resolver
 
 Handler = Callable[[httpx.Request], httpx.Response]
 GZIPPED = gzip.compress(b"x" * 1000)
@@ -56,7 +60,7 @@ async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Han
     made: list[ImageReader] = []
 
     def make(handler: Handler, max_bytes: int = 1 << 20) -> ImageReader:
-        one = ImageReader(max_bytes, Names())
+        one = ImageReader(max_bytes, Names)
         one._client = httpx.AsyncClient(transport=httpx.MockTransport(handler))
         made.append(one)
         return one
@@ -213,6 +217,36 @@ async def test_a_tenant_whose_servers_hang_delays_no_other(reader: Callable[[Han
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
     assert server.waiting == 0
+
+
+async def test_a_tenant_whose_name_servers_hang_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = list[str](), threading.Event()
+
+    def look_up(host: str, port: int) -> list[Address]:
+        asked.append(host)
+        if host != "fast.example":
+            answers.wait(WITHIN_S)
+        return [ipaddress.ip_address("93.184.216.34")]
+
+    monkeypatch.setattr(addresses, "_look_up", look_up)
+    one = ImageReader(1 << 20)
+    one._client = httpx.AsyncClient(transport=httpx.MockTransport(answer(png())))
+    body = chat("https://fast.example/x")
+    urls = [f"https://{number}.example/x" for number in range(images.FETCHED_AT_ONCE)]
+    try:
+        for _ in range(2):  # what is looked up for a request goes on when its client has left
+            slow = asyncio.create_task(one.read(chat(*urls), "slow"))
+            await until(lambda: len(asked) == RESOLVERS)
+            await asyncio.sleep(0.05)
+            slow.cancel()
+            await asyncio.gather(slow, return_exceptions=True)
+        async with asyncio.timeout(WITHIN_S / 4):
+            await one.read(body, "other")
+    finally:
+        answers.set()
+        await one.aclose()
+    assert body == chat(data(png()))
+    assert len(asked) == RESOLVERS + 1
 
 
 async def test_bodies_without_images_are_left_as_they_are(reader: Callable[[Handler], ImageReader]) -> None:
