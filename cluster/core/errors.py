@@ -178,6 +178,9 @@ class HttpError(CaesuraError):
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Code of the error of a prompt that does not fit into the context window. Agents then shorten their history."""
 
+STORE_FULL = "store_full"
+"""Code of a rejection because the store has no room for what a request keeps, or a bound on it is reached."""
+
 
 class BadRequest(HttpError):
     """The client's request is invalid."""

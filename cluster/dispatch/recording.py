@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, contains_error
 from cluster.core.clock import Clock
-from cluster.core.errors import BadRequest, HttpError, Overloaded
+from cluster.core.errors import STORE_FULL, BadRequest, HttpError, Overloaded
 from cluster.core.program import ProgramIdentity
 from cluster.core.supervision import SupervisedTasks
 from cluster.core.turn_tokens import TurnTokens
@@ -163,7 +163,7 @@ class Recordings:
             raise Overloaded(message, code="store_unavailable", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(begun, FullMemory):
             self.counters[RecordOutcome.REJECTED] += 1
-            raise Overloaded(FULL[begun], code="store_full", retry_after_s=RETRY_AFTER_S)
+            raise Overloaded(FULL[begun], code=STORE_FULL, retry_after_s=RETRY_AFTER_S)
         return Recording(self, identity, begun, key)
 
     async def finish(self, tenant: str, program: str, number: int, tokens: TurnTokens | None) -> None:

@@ -44,9 +44,10 @@ from cluster.responses.request import CreateResponse
 from cluster.responses.spec import RunRequest
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
+from cluster.runs.compaction import CUT
 from cluster.runs.events import Compaction, RunSpec
 from cluster.runs.runner import ProgramRunner
-from cluster.runs.state import RunState, begin
+from cluster.runs.state import RunState, begin, is_whole_summary
 from cluster.runs.turn_request import prompt_fields
 from cluster.store.runs.records import Idempotency
 
@@ -222,7 +223,9 @@ class ResponseRoutes:
         state = reader.state
         if state.ended is None or state.ended.status != "completed":
             raise as_error(None if state.ended is None else state.ended.fault)
-        return JSONResponse(compacted_response(spec, spec.messages, state.turns[-1].content, usage(state)))
+        written = state.turns[-1]
+        summary = written.content if is_whole_summary(written) else f"{written.content}\n{CUT}"
+        return JSONResponse(compacted_response(spec, spec.messages, summary, usage(state)))
 
     async def show(self, tenant: str, response_id: str, *, stream: bool, starting_after: int | None) -> Response:
         """Return a response in its current state, or stream its events after the number ``starting_after``.

@@ -47,7 +47,7 @@ from cluster.runs.events import (
     TurnIntent,
     TurnResult,
 )
-from cluster.runs.state import RunState, begin, step
+from cluster.runs.state import RunState, begin, is_whole_summary, step
 
 # --- the response as it stands ----------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class ResponseFold:
                 if not before.summarising:
                     self._generated(event)
             case TurnResult() if event.summary:
-                if event.content.strip():
+                if is_whole_summary(event):
                     self._output.summarised(event.content)
             case TurnResult():
                 self._output.finish_turn(event)

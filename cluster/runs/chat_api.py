@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.core.errors import BadRequest, HttpError, IllegalTransition, UpstreamFailed
+from cluster.api.openai import RETRY_AFTER_S
+from cluster.core.errors import BadRequest, HttpError, IllegalTransition, Overloaded, UpstreamFailed
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
 from cluster.runs.events import (
@@ -304,6 +305,8 @@ def as_error(fault: Fault | None) -> HttpError:
     """Return the HTTP error for a failed run's fault."""
     if fault is None:
         return HttpError("the program failed")
+    if fault.status == Overloaded.status:
+        return Overloaded(fault.message, code=fault.code, retry_after_s=RETRY_AFTER_S)
     kind = BadRequest if fault.status < 500 else HttpError
     return kind(fault.message, status=fault.status, param=fault.param, code=fault.code)
 

@@ -13,6 +13,12 @@ from cluster.runs.tool_images import of_tools
 MAX_SUMMARY_TOKENS = 2048
 """Largest number of tokens of a summary."""
 
+MIN_SUMMARY_TOKENS = 256
+"""A response does not summarise its conversation by itself if the summary may have fewer tokens."""
+
+CUT = "[The summary was cut here.]"
+"""The last line of a summary that was cut and is used."""
+
 HEAD = "[Summary of the conversation so far]"
 """The first line of the message with a summary."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cluster.api.anthropic.content import Content, Event, input_of, usage
+from cluster.api.anthropic.conversation import MCP_RESULT
 from cluster.api.anthropic.errors import in_anthropics_words
 from cluster.api.anthropic.request import MessagesRequest, Prompt, sampling_fields
 from cluster.api.anthropic.tools import chat_choice, shown_as
@@ -19,6 +20,7 @@ from cluster.core.tools import Outcome, ToolOffer, ToolSource
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
+    STOP_SEQUENCE,
     Call,
     Ended,
     Generated,
@@ -255,7 +257,7 @@ class MessagesFold:
     def _answer(self, answer: ToolAnswer) -> Iterator[Event]:
         content = [{"type": "text", "text": answer.text}]
         is_error = answer.outcome not in (Outcome.OK, Outcome.STARTED)
-        result = {"type": "mcp_tool_result", "tool_use_id": self._ids[answer.place], "is_error": is_error}
+        result = {"type": MCP_RESULT, "tool_use_id": self._ids[answer.place], "is_error": is_error}
         yield from self._content.whole({**result, "content": content})
 
     def _end(self, ended: Ended) -> Iterator[Event]:
@@ -270,6 +272,8 @@ class MessagesFold:
                 yield from self._answer(ToolAnswer(*call.place, Outcome.UNKNOWN, NOT_ANSWERED))
         for late in self.state.undelivered:
             yield from self._answer(late)
+        for place in self.state.late:
+            yield from self._answer(ToolAnswer(*place, Outcome.UNKNOWN, NOT_ANSWERED))
         self._stop = self._stopped(ended)
         yield {"type": "message_delta", "delta": dict(self._stop), "usage": self._usage()}
         yield {"type": "message_stop"}
@@ -278,11 +282,18 @@ class MessagesFold:
         last = self.state.turns[-1] if self.state.turns else None
         if last is not None and last.stop_sequence is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_sequence}
-        if ended.status == "completed":
-            reason = "tool_use" if self.state.waiting else "end_turn"
-        else:
-            reason = "max_tokens" if ended.reason == MAX_OUTPUT_TOKENS else "pause_turn"
-        return {"stop_reason": reason, "stop_sequence": None}
+        return {"stop_reason": self._reason(ended), "stop_sequence": None}
+
+    def _reason(self, ended: Ended) -> str:
+        if ended.reason == MAX_OUTPUT_TOKENS:
+            return "max_tokens"
+        if any(not runs_here(self.state, call) for call in self.state.waiting):
+            return "tool_use"
+        if ended.status == "completed" or ended.reason == STOP_SEQUENCE:
+            return "end_turn"
+        # Only content that ends with a tool's answer can be the last message of the next request.
+        last = self._content.blocks[-1]["type"] if self._content.blocks else None
+        return "pause_turn" if last == MCP_RESULT else "max_tokens"
 
     def _usage(self) -> dict[str, int]:
         turns = self.state.turns

@@ -14,7 +14,7 @@ from cluster.core.answer_cut import shortened
 from cluster.core.errors import IllegalTransition
 from cluster.core.tools import Outcome, ToolOffer, images_message, late_message
 from cluster.runs.call_names import CallNaming
-from cluster.runs.compaction import compacted
+from cluster.runs.compaction import MAX_SUMMARY_TOKENS, MIN_SUMMARY_TOKENS, compacted
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
     MAX_TURNS,
@@ -275,10 +275,15 @@ def _truncated(state: RunState, event: Truncated) -> RunState:
     return replace(state, messages=messages, unread=unread, token_ids=b"", covered=0, attempt=attempt)
 
 
+def is_whole_summary(turn: TurnResult) -> bool:
+    """Return whether the turn of a summary wrote one, to its end."""
+    return bool(turn.content.strip()) and turn.finish_reason != "length"
+
+
 def _summarised(state: RunState, event: TurnResult) -> RunState:
-    """Return the state after a summary. If the model has written nothing, the conversation stays as it is."""
+    """Return the state after a summary's turn. Without a whole summary, the conversation stays as it is."""
     after = replace(state, turns=(*state.turns, event), attempt=0, calls=(), unread=())
-    if not event.content.strip():
+    if not is_whole_summary(event):
         return replace(after, unread=state.unread)
     return replace(after, messages=compacted(state.messages, event.content), token_ids=b"", covered=0)
 
@@ -390,16 +395,27 @@ def _further(state: RunState, summary: bool) -> Next:
     return _ask(state, summary)
 
 
+def summary_tokens(state: RunState) -> int:
+    """Return the largest number of tokens of a summary now. At least as many are left for the answer after it."""
+    left = state.spec.limits.output_tokens - state.output_tokens
+    alone = state.spec.compaction is not None and state.spec.compaction.alone
+    return min(MAX_SUMMARY_TOKENS, left if alone else left // 2)
+
+
 def _must_summarise(state: RunState) -> bool:
-    """Return whether the conversation is summarised before its next turn."""
+    """Return whether the conversation is summarised before its next turn.
+
+    Each turn that wrote no whole summary doubles the threshold, since the next one probably writes none either.
+    """
     compaction = state.spec.compaction
-    if compaction is None:
-        return False
+    if compaction is None or compaction.alone:
+        return compaction is not None
     tokens = compaction.tokens
     if state.turns:
         tokens = state.turns[-1].prompt_tokens + state.turns[-1].output_tokens
     leaves_a_turn = len(state.turns) + 1 < state.spec.limits.turns
-    return compaction.alone or (tokens >= compaction.threshold and leaves_a_turn)
+    threshold = compaction.threshold << sum(turn.summary and not is_whole_summary(turn) for turn in state.turns)
+    return tokens >= threshold and leaves_a_turn and summary_tokens(state) >= MIN_SUMMARY_TOKENS
 
 
 def _after_summary(state: RunState, summary: TurnResult) -> Next:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from cluster.core.clock import Clock
-from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, STORE_FULL, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
 from cluster.core.supervision import run_all
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
@@ -296,6 +296,8 @@ class RunTask:
                 await self._ask(todo)
                 return
             except Overloaded as error:
+                if error.code == STORE_FULL:
+                    raise  # the record of the turns has no room, which does not pass by waiting
                 # Nothing was begun: it is not the turn's fault, and an accepted program is not given up for it.
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
             except HttpError as error:
@@ -570,7 +572,7 @@ class RunTask:
 def _fault(error: BaseException) -> Fault:
     if isinstance(error, HttpError):
         code = "invalid_prompt" if error.status < 500 else "server_error"
-        code = CONTEXT_LENGTH_EXCEEDED if error.code == CONTEXT_LENGTH_EXCEEDED else code
+        code = error.code if error.code in (CONTEXT_LENGTH_EXCEEDED, STORE_FULL) else code
         return Fault(code, error.message, error.status, error.param)
     logger.error("a run failed", exc_info=error)
     return Fault("server_error", "internal error")

@@ -8,9 +8,9 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome
 from cluster.core.turn import Continuation
 from cluster.runs.call_names import CallNaming
-from cluster.runs.compaction import MAX_SUMMARY_TOKENS, REQUEST
+from cluster.runs.compaction import REQUEST
 from cluster.runs.events import Call, RunSpec, ToolAnswer
-from cluster.runs.state import AskTurn, RunState, next_step, runs_here, step
+from cluster.runs.state import AskTurn, RunState, next_step, runs_here, step, summary_tokens
 
 _OF_ANSWERS = ("response_format", "stop", "ignore_eos", "logprobs", "top_logprobs")
 """Fields that apply to an answer and not to a summary."""
@@ -34,7 +34,7 @@ def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
     if todo.summary:
         body = {name: value for name, value in body.items() if name not in _OF_ANSWERS}
         body["messages"] = [*state.messages, REQUEST]
-        body["max_completion_tokens"] = min(body["max_completion_tokens"], MAX_SUMMARY_TOKENS)
+        body["max_completion_tokens"] = summary_tokens(state)
     if spec.offers:
         body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
         body["parallel_tool_calls"] = spec.parallel

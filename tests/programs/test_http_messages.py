@@ -181,6 +181,40 @@ async def test_a_run_that_is_out_of_time_pauses_and_goes_on_from_its_blocks(serv
     assert blocks(again) == [text("Go on.")]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_run_that_is_out_of_time_while_the_model_writes_is_cut_and_does_not_pause(
+    served: Any, streamed: bool
+) -> None:
+    writes = [TurnBegan(PromptMode.FIRST, b""), TurnDelta(pack_ids([1]), "Once upon"), asyncio.Event()]
+    there = served(writes, says("Go on."), max_wall_s=0.3)
+    message = await there.ask(tools=[ADD], streamed=streamed)
+    assert (blocks(message), message.stop_reason) == ([text("Once upon")] * streamed, "max_tokens")
+    history: Any = [GO, {"role": "assistant", "content": message.content}, {"role": "user", "content": "On."}]
+    assert blocks(await there.ask(messages=history, tools=[ADD])) == [text("Go on.")]
+
+
+async def test_out_of_time_with_a_call_of_the_client_it_is_the_clients_turn(served: Any) -> None:
+    tools = {"add": lambda call: asyncio.sleep(60)}
+    there = served(says("", ("look", "{}"), ("add", "{}")), says("Ah."), tools=tools, max_wall_s=0.3)
+    message = await there.ask(tools=[LOOK, ADD])
+    assert [block["type"] for block in blocks(message)] == ["tool_use", "mcp_tool_use", "mcp_tool_result"]
+    assert message.stop_reason == "tool_use"
+    answer = {"type": "tool_result", "tool_use_id": "call_100_0", "content": "seen"}
+    history: Any = [GO, {"role": "assistant", "content": message.content}, {"role": "user", "content": [answer]}]
+    assert blocks(await there.ask(messages=history, tools=[LOOK, ADD])) == [text("Ah.")]
+
+
+async def test_out_of_time_an_asynchronous_call_gets_a_second_result_and_the_run_pauses(served: Any) -> None:
+    there = served(says("", ("slowly", "{}")), says("I wait."), says("Well."), tools={"slowly": str}, max_wall_s=0.3)
+    there.client = claude(site(there.runner, known(registered("slowly")), max_wall_s=0.3))
+    tool: Any = {"name": "slowly", "server_side": True}
+    message = await there.ask(tools=[tool])
+    *_, last = blocks(message)
+    assert (last["type"], last["is_error"], message.stop_reason) == ("mcp_tool_result", True, "pause_turn")
+    history: Any = [GO, {"role": "assistant", "content": message.content}]
+    assert blocks(await there.ask(messages=history, tools=[tool])) == [text("Well.")]
+
+
 async def test_a_late_answer_is_a_second_result_and_the_same_message_again(served: Any) -> None:
     there = served(
         says("", ("slowly", "{}")), says("I wait."), says("Thanks.", first_id=300), says("Well."), tools={"slowly": str}

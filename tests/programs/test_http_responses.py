@@ -305,6 +305,15 @@ async def test_a_conversation_is_compacted_by_a_turn_of_its_program(served: Any)
     ]
 
 
+async def test_a_compaction_that_is_cut_says_so_to_the_model(served: Any) -> None:
+    there = served(says("a bird, bro", finish="length"), says("yes", first_id=200))
+    made = await there.client.responses.compact(model="m", input="what is there?")
+    kept: Any = [item.to_dict() for item in made.output]
+    await there.client.responses.create(model="m", input=[*kept, {"role": "user", "content": "sure?"}])
+    summary = there.replicas.asked[-1]["messages"][1]["content"]
+    assert summary == "[Summary of the conversation so far]\na bird, bro\n[The summary was cut here.]"
+
+
 async def test_a_compaction_needs_its_turn_whatever_generate_is(served: Any) -> None:
     there = served(says("a summary"))
     body: Any = {"generate": False}

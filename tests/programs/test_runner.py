@@ -13,12 +13,13 @@ from msgspec.structs import replace
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, IdempotencyConflict, Overloaded
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, STORE_FULL, BadRequest, IdempotencyConflict, Overloaded
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
 from cluster.http.batch_service import BatchService
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.runs.chat_api import as_error
 from cluster.runs.events import (
     Ended,
     LateAnswer,
@@ -414,6 +415,17 @@ async def test_a_full_queue_is_waited_for_and_costs_no_attempt(runners: Runners)
     events = await ended(runner, "r14")
     assert outcome(events).status == "completed"
     assert words(events).count("TurnIntent") == 1
+
+
+async def test_a_full_record_is_not_waited_for(runners: Runners) -> None:
+    replicas = ScriptedReplicas([[Overloaded("the record is full", code=STORE_FULL, retry_after_s=0)], says("whole")])
+    runner = runners(replicas)
+    await runner.start(spec("full-record"))
+    end = outcome(await ended(runner, "full-record"))
+    assert end.status == "failed" and len(replicas.asked) == 1
+    error = as_error(end.fault)
+    assert isinstance(error, Overloaded) and (error.status, error.code) == (503, "store_full")
+    assert error.message == "the record is full" and error.retry_after_s is not None
 
 
 async def test_an_asynchronous_tool(runners: Runners) -> None:

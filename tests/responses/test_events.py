@@ -192,6 +192,14 @@ def test_a_summary_is_one_item_and_its_text_is_not_told() -> None:
     assert [event.delta for event in events if event.type.endswith("text.delta")] == ["hm", "so two"]
 
 
+def test_a_summary_that_is_cut_is_no_item() -> None:
+    cut = replace(result(2, "two fi"), summary=True, finish_reason="length")
+    _, response = told(
+        accepted(offer("look")), *turn(1, "hm"), TurnIntent(2, 1, summary=True), cut, *turn(3, "so two"), COMPLETED
+    )
+    assert [item.type for item in response.output] == ["message", "message"]
+
+
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.core.turn import pack_ids
-from cluster.runs.compaction import HEAD, MAX_SUMMARY_TOKENS, REQUEST, compacted, kept
+from cluster.runs.compaction import HEAD, MAX_SUMMARY_TOKENS, MIN_SUMMARY_TOKENS, REQUEST, compacted, kept
 from cluster.runs.events import Compaction, Limits, ToolIntent, TurnIntent, TurnResult
 from cluster.runs.state import AskTurn, CallTools, Finish, next_step
 from cluster.runs.turn_request import turn_body
@@ -77,10 +77,39 @@ def test_without_a_summary_the_conversation_stays_and_the_run_goes_on() -> None:
     assert next_step(state) == AskTurn(3, 1, None)
 
 
-def test_a_summary_that_is_cut_is_one() -> None:
+def test_a_summary_that_is_cut_replaces_nothing() -> None:
     grown = (begun(), TurnIntent(1), used(1, 600, call(1)), ToolIntent(((1, 0),)), ok(1))
     state = after(*grown, TurnIntent(2, 1, summary=True), summary(2, "two fi", finish="length"))
+    assert (state.messages, state.token_ids) == (after(*grown).messages, after(*grown).token_ids)
     assert next_step(state) == AskTurn(3, 1, None)
+
+
+@pytest.mark.parametrize(("text", "finish"), [("two fi", "length"), (" ", "stop")])
+def test_after_a_turn_without_a_summary_the_next_is_asked_at_twice_the_size(text: str, finish: str) -> None:
+    grown = (begun(), TurnIntent(1), used(1, 600, call(1)), ToolIntent(((1, 0),)), ok(1),
+             TurnIntent(2, 1, summary=True), summary(2, text, finish))  # fmt: skip
+    for tokens, summarises in ((999, False), (1000, True)):
+        more = (*grown, TurnIntent(3), used(3, tokens, call(3)), ToolIntent(((3, 0),)), ok(3))
+        todo = next_step(after(*more))
+        assert isinstance(todo, AskTurn) and todo.summary == summarises
+
+
+def test_a_summary_leaves_half_of_the_tokens_for_the_answer() -> None:
+    for left, most in ((2 * MIN_SUMMARY_TOKENS, MIN_SUMMARY_TOKENS), (1000, 500), (100_000, MAX_SUMMARY_TOKENS)):
+        limits = Limits(turns=8, tool_calls=8, output_tokens=left + 5, wall_s=60.0, turn_attempts=2)
+        state = after(begun(limits=limits), TurnIntent(1), used(1, 600, call(1)), ToolIntent(((1, 0),)), ok(1))
+        todo = next_step(state)
+        assert isinstance(todo, AskTurn) and todo.summary
+        assert turn_body(state, todo)["max_completion_tokens"] == most
+
+
+def test_no_summary_is_asked_for_which_too_few_tokens_are_left() -> None:
+    limits = Limits(turns=8, tool_calls=8, output_tokens=2 * MIN_SUMMARY_TOKENS - 1, wall_s=60.0, turn_attempts=2)
+    assert next_step(after(begun(limits=limits, compaction=Compaction(5, tokens=9)))) == AskTurn(1, 1, None)
+    alone = begun(limits=limits, compaction=Compaction(0, alone=True))
+    todo = next_step(after(alone))
+    assert isinstance(todo, AskTurn) and todo.summary
+    assert turn_body(after(alone), todo)["max_completion_tokens"] == limits.output_tokens
 
 
 def test_forced_choices_are_for_the_turns_that_answer() -> None:
@@ -91,11 +120,14 @@ def test_forced_choices_are_for_the_turns_that_answer() -> None:
     assert next_step(state) == AskTurn(2, 1, "first")
 
 
-@pytest.mark.parametrize(("text", "end"), [("two files", "completed"), ("", "failed")])
-def test_a_run_may_be_a_summary_alone(text: str, end: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "finish", "end"),
+    [("two files", "stop", "completed"), ("two fi", "length", "completed"), ("", "stop", "failed")],
+)
+def test_a_run_may_be_a_summary_alone(text: str, finish: str, end: str) -> None:
     alone = begun(compaction=Compaction(0, alone=True))
     assert next_step(after(alone)) == AskTurn(1, 1, "none", summary=True)
-    todo = next_step(after(alone, TurnIntent(1, 1, summary=True), summary(1, text)))
+    todo = next_step(after(alone, TurnIntent(1, 1, summary=True), summary(1, text, finish)))
     assert isinstance(todo, Finish) and todo.status == end
 
 
