@@ -328,5 +328,6 @@ class VirtualReplica:
         seconds = self.cost.step_s(total, context, sequences, pairs)
         recomputed = sum(self._turns[key].computes(tokens) for key, tokens in output.num_scheduled_tokens.items())
         if recomputed:
-            self.waste.recompute(recomputed, total, context, seconds)
+            running = sum(request.num_computed_tokens for request in self.engine.scheduler.requests.values())
+            self.waste.recompute(recomputed, total, running, seconds)
         return seconds

@@ -252,7 +252,8 @@ class MessagesFold:
             elif not is_last:
                 self._ids[call.place] = call.id
                 server, name = shown_as(call.name, self.state.offer(call.name))
-                yield from self._content.call({**_block("mcp_tool_use", call, name), "server_name": server})
+                # Only the beta helper of Anthropic's client adds later pieces of the input to such a block.
+                yield from self._content.whole({**_block("mcp_tool_use", call, name), "server_name": server})
 
     def _answer(self, answer: ToolAnswer) -> Iterator[Event]:
         content = [{"type": "text", "text": answer.text}]

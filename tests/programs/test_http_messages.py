@@ -1,6 +1,7 @@
 """Anthropic's client against the routes on messages whose tools the cluster runs, over a runner with a real log."""
 
 import asyncio
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -134,6 +135,15 @@ def with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if message["content"] == "Two at once.":
         message["tool_calls"][0]["function"]["arguments"] = '{"page": 1}'
     return message
+
+
+async def test_both_stream_helpers_of_the_client_keep_the_input_of_a_call(served: Any) -> None:
+    for helper in ("messages", "beta.messages"):
+        there = served(says("", ("add", '{"a": 1}')), says("2."), tools={"add": lambda call: "2"})
+        stream = attrgetter(helper)(there.client).stream
+        async with stream(model=MODEL, max_tokens=400, messages=[GO], tools=[ADD]) as events:
+            call, *_ = (await events.get_final_message()).content
+        assert (call.type, call.input) == ("mcp_tool_use", {"a": 1})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
