@@ -196,13 +196,15 @@ class ProgramIngress(Administration):
         if await _proxies_are_disabled():
             http = config.http
             routes = application(config, lambda name: getattr(self, name), http.host)
-            self._requests = GracefulShutdown(routes)
+            self._requests = GracefulShutdown(routes, runner.leave_abandoned)
             app = ResponseSockets(guarded(self._requests, http.max_concurrent_requests), http.cors_origins)
             self._server = HttpServer(app, http.host, http.port, http.max_body_bytes)
             self._adopt(self._server)
 
     async def shut_down(self, within_s: float) -> int:
         """Accept no more requests, and return when none is in flight. The whole cluster ends then.
+
+        Programs that the cluster runs stay open if their clients' connections are ended.
 
         Args:
             within_s: seconds after which the requests in flight end with an error.
@@ -211,6 +213,7 @@ class ProgramIngress(Administration):
             The number of requests that ended with an error. It is 0 if a proxy has the connections.
         """
         if self._server is None or self._requests is None:
+            self._service.runner.leave_abandoned()
             return 0
         self._server.stop_accepting()
         return await self._requests.shut_down(within_s)

@@ -120,6 +120,8 @@ class ProgramRunner:
         self._working: dict[str, asyncio.Task[None]] = {}
         self._background = SupervisedTasks(name, clock)
         self._attending = False
+        self._leaves_abandoned = False
+        """Whether `abandon` does nothing."""
         self._starting: list[str] = []
         """The tenant of each start that waits for the store. Its run counts as open already."""
 
@@ -344,6 +346,18 @@ class ProgramRunner:
             task.cancel()
             return True
         return await self._store.ask_cancel(run_id)
+
+    async def abandon(self, run_id: str) -> None:
+        """End an open run whose client has disconnected."""
+        if not self._leaves_abandoned:
+            await self.cancel(run_id)
+
+    def leave_abandoned(self) -> None:
+        """From now on, leave the runs open whose clients disconnect, because this process ends the connections itself.
+
+        Other runners continue these runs after `aclose`, or when their leases expire.
+        """
+        self._leaves_abandoned = True
 
     async def delete(self, run_id: str) -> bool:
         """Delete a run that has ended. Return False if there is none.
