@@ -373,9 +373,11 @@ class ProgramRunner:
         """Return the id of the run with this idempotency key; None: there is none."""
         return await self._store.keyed(tenant, key)
 
-    async def runs(self, tenant: str, *, program: str | None = None, limit: int = 100) -> list[RunHead]:
-        """Return a tenant's runs, the newest first."""
-        return await self._store.runs(tenant, program=program, limit=limit)
+    async def runs(
+        self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
+    ) -> list[RunHead]:
+        """Return a tenant's runs, the newest first. The arguments are those of `RunStore.runs`."""
+        return await self._store.runs(tenant, program=program, limit=limit, before=before)
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
