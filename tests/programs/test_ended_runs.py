@@ -35,7 +35,8 @@ async def test_the_memory_of_ended_runs_is_bounded_and_the_oldest_are_forgotten_
 ) -> None:
     monkeypatch.setattr(MAX_BYTES, BOUND)
     runner = runners(ScriptedReplicas([says("done") for _ in range(5)]))
-    events, tasks = [], []
+    events: list[Any] = []
+    tasks: list[weakref.ref[Any]] = []
     for number in range(5):
         events.append(await run(runner, f"large-{number}"))
         tasks.append(weakref.ref(runner.ended.get(f"large-{number}")))
