@@ -196,7 +196,7 @@ class ProgramIngress(Administration):
         if await _proxies_are_disabled():
             http = config.http
             routes = application(config, lambda name: getattr(self, name), http.host)
-            self._requests = GracefulShutdown(routes)
+            self._requests = GracefulShutdown(routes, runner.leave_abandoned)
             most, max_bytes = http.max_concurrent_requests, http.max_body_bytes
             app = ResponseSockets(guarded(self._requests, most), http.cors_origins, most, max_bytes)
             self._server = HttpServer(app, http.host, http.port, max_bytes)
@@ -205,6 +205,8 @@ class ProgramIngress(Administration):
     async def shut_down(self, within_s: float) -> int:
         """Accept no more requests, and return when none is in flight. The whole cluster ends then.
 
+        Programs that the cluster runs stay open if their clients' connections are ended.
+
         Args:
             within_s: seconds after which the requests in flight end with an error.
 
@@ -212,6 +214,7 @@ class ProgramIngress(Administration):
             The number of requests that ended with an error. It is 0 if a proxy has the connections.
         """
         if self._server is None or self._requests is None:
+            self._service.runner.leave_abandoned()
             return 0
         self._server.stop_accepting()
         return await self._requests.shut_down(within_s)

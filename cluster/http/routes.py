@@ -23,7 +23,8 @@ from cluster.runs.runner import ProgramRunner
 from cluster.store.durations import ToolDuration
 
 MOST_LISTED = 1000
-"""Maximum number of runs, and of programs of each replica, that are read for a list of programs."""
+"""Maximum number of runs, and of programs of each replica, that are read for a list of programs. A cancellation reads a
+program's runs in pages of this number."""
 
 CLASS = ":"
 """The separator between a tool's name and a class of its calls."""
@@ -100,10 +101,13 @@ class ProgramRoutes:
         Raises:
             BadRequest: the program has no runs in the cluster (404).
         """
-        heads = await self._runner.runs(tenant, program=program_id)
-        if not heads:
+        before: float | None = None
+        cancelled: list[str] = []
+        while heads := await self._runner.runs(tenant, program=program_id, limit=MOST_LISTED, before=before):
+            before = heads[-1].created_s
+            cancelled += [head.id for head in heads if head.open and await self._runner.cancel(head.id)]
+        if before is None:
             raise BadRequest(f"no program {program_id!r} runs on the server", status=404, param="program_id")
-        cancelled = [head.id for head in heads if head.open and await self._runner.cancel(head.id)]
         return JSONResponse({"id": program_id, "object": "program", "cancelled": cancelled})
 
 

@@ -43,7 +43,7 @@ class Abandon:
 
     async def _cancel(self, run_id: str) -> None:
         try:
-            await self._runner.cancel(run_id)
+            await self._runner.abandon(run_id)
         except RunStoreUnavailable as error:
             logger.warning("%s, whose client has gone, could not be cancelled: %s", run_id, error)
 

@@ -3,6 +3,7 @@ with an error.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,12 +22,17 @@ LAST_EVENT_S = 1.0
 class GracefulShutdown:
     """Knows the requests in flight, and can end them.
 
-    The application's work on a request that was ended is not cancelled, because a program that the cluster runs would
-    be cancelled with it. Another ingress continues it.
+    To the application, the end of a request is the same as the disconnect of its client.
+
+    Args:
+        app: the application.
+        before_end: called before requests are ended. The application may then leave the programs open whose clients
+            disconnect, so that another ingress continues them.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, before_end: Callable[[], object]) -> None:
         self._app = app
+        self._before_end = before_end
         self._in_flight: set[_Request] = set()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -66,6 +72,7 @@ class GracefulShutdown:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._ended.wait()
+        self._before_end()
         left = [request.end() for request in self._in_flight]
         await asyncio.gather(*left)
         return len(left)

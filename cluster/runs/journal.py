@@ -26,6 +26,9 @@ LAST_RETRY_S = 1.0
 MAX_WRITE_BYTES = 1 << 20
 """Maximum size of the items of one write, unless it is a single item. Redis does nothing else meanwhile."""
 
+EVENT_BYTES = 100
+"""Approximate memory of an event in addition to the size of its encoding."""
+
 Event = TypeVar("Event")
 
 
@@ -65,6 +68,12 @@ class Journal(Generic[Event]):
         self._store = store
         self._events = list(events)
         self._encoded = [form.encode(event) for event in events]
+        """The encoded events, until nothing more will be written."""
+        self.memory_bytes = 0
+        """Approximate memory of the events, without `_encoded`."""
+        self._count(self._encoded)
+        self.is_followed = False
+        """Whether somebody has begun to follow the run here."""
         self._durable = len(events)
         self._lost = False
         self._forgotten = False
@@ -93,7 +102,9 @@ class Journal(Generic[Event]):
     def record(self, *events: Event) -> None:
         """Add events. They are written soon."""
         self._events += events
-        self._encoded += [self._form.encode(event) for event in events]
+        encoded = [self._form.encode(event) for event in events]
+        self._encoded += encoded
+        self._count(encoded)
         self._news.set()
 
     async def flush(self) -> None:
@@ -114,6 +125,7 @@ class Journal(Generic[Event]):
         Raises:
             RunLeaseLost: another runner has the run now. The events so far are valid.
         """
+        self.is_followed = True
         while True:
             progress = self._progress
             if start < self._durable:
@@ -138,6 +150,9 @@ class Journal(Generic[Event]):
         self._writer.cancel()
         self._announce()
 
+    def _count(self, encoded: Sequence[bytes]) -> None:
+        self.memory_bytes += sum(map(len, encoded)) + EVENT_BYTES * len(encoded)
+
     @property
     def _ended(self) -> bool:
         return bool(self._events) and self._form.is_last(self._events[-1])
@@ -147,6 +162,12 @@ class Journal(Generic[Event]):
         before.set()
 
     async def _write_for_ever(self) -> None:
+        try:
+            await self._write_until_closed()
+        finally:
+            self._encoded.clear()
+
+    async def _write_until_closed(self) -> None:
         wait_s = FIRST_RETRY_S
         while not self.closed:
             await self._news.wait()

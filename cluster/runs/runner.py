@@ -31,6 +31,7 @@ from cluster.core.errors import (
 from cluster.core.supervision import SupervisedTasks
 from cluster.core.tools import ToolResult
 from cluster.runs.call_names import naming
+from cluster.runs.ended_runs import EndedRuns
 from cluster.runs.events import Accepted, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.runs.journal import RUN_LOG, Journal
 from cluster.runs.renouncing import until_renounced
@@ -45,9 +46,6 @@ logger = logging.getLogger("ray.serve")
 
 LEASE_SHARE = 3
 """Number of renewals within the time of a lease."""
-
-KEPT_S = 30.0
-"""Seconds for which an ended run stays in memory, for callers that are about to follow it."""
 
 TAKEN_AT_ONCE = 8
 """Largest number of other runners' runs that are taken over between two renewals of the own leases."""
@@ -115,11 +113,15 @@ class ProgramRunner:
         self._turns = turns or NullTurns()
         self._known_as = naming(config.tools)
         self._tenants = Tenants(config)
+        self.ended = EndedRuns()
+        """The runs that have ended here and are in memory."""
         self._tasks: dict[str, RunTask] = {}
-        """Runs in progress, and those that ended less than KEPT_S ago."""
+        """The runs in progress."""
         self._working: dict[str, asyncio.Task[None]] = {}
         self._background = SupervisedTasks(name, clock)
         self._attending = False
+        self._leaves_abandoned = False
+        """Whether `abandon` does nothing."""
         self._starting: list[str] = []
         """The tenant of each start that waits for the store. Its run counts as open already."""
 
@@ -139,8 +141,8 @@ class ProgramRunner:
         return self._background.pending_jobs
 
     def written(self, run_id: str) -> Sequence[RunEvent]:
-        """Return the stored events of a run in progress here. They are empty if there is no such run."""
-        task = self._tasks.get(run_id)
+        """Return the stored events of a run in memory. They are empty if there is no such run."""
+        task = self._in_memory(run_id)
         return () if task is None else tuple(task.journal.safe)
 
     def attend(self) -> None:
@@ -288,7 +290,7 @@ class ProgramRunner:
         Raises:
             Overloaded: the store cannot be reached.
         """
-        task = self._tasks.get(run_id)
+        task = self._in_memory(run_id)
         try:
             if task is not None and await self._is_current(run_id, task):
                 return list(task.journal.safe) if task.state.spec.tenant == tenant else None
@@ -325,7 +327,7 @@ class ProgramRunner:
                     yield batch[place : place + AT_ONCE]
 
     async def _followed(self, run_id: str, start: int) -> AsyncGenerator[Sequence[RunEvent], None]:
-        task = self._tasks.get(run_id)
+        task = self._in_memory(run_id)
         if task is not None:
             try:
                 async for batch in task.journal.follow(start):
@@ -340,10 +342,22 @@ class ProgramRunner:
     async def cancel(self, run_id: str) -> bool:
         """End an open run, whichever runner works on it. Return False if there is none."""
         task = self._tasks.get(run_id)
-        if task is not None and run_id in self._working and not task.journal.lost:
+        if task is not None and not task.journal.lost:
             task.cancel()
             return True
         return await self._store.ask_cancel(run_id)
+
+    async def abandon(self, run_id: str) -> None:
+        """End an open run whose client has disconnected."""
+        if not self._leaves_abandoned:
+            await self.cancel(run_id)
+
+    def leave_abandoned(self) -> None:
+        """From now on, leave the runs open whose clients disconnect, because this process ends the connections itself.
+
+        Other runners continue these runs after `aclose`, or when their leases expire.
+        """
+        self._leaves_abandoned = True
 
     async def delete(self, run_id: str) -> bool:
         """Delete a run that has ended. Return False if there is none.
@@ -351,17 +365,18 @@ class ProgramRunner:
         Raises:
             RunOpen: it has not ended.
         """
-        if run_id not in self._working:
-            self._tasks.pop(run_id, None)
+        self.ended.discard(run_id)
         return await self._store.delete(run_id)
 
     async def keyed(self, tenant: str, key: str) -> str | None:
         """Return the id of the run with this idempotency key; None: there is none."""
         return await self._store.keyed(tenant, key)
 
-    async def runs(self, tenant: str, *, program: str | None = None, limit: int = 100) -> list[RunHead]:
-        """Return a tenant's runs, the newest first."""
-        return await self._store.runs(tenant, program=program, limit=limit)
+    async def runs(
+        self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
+    ) -> list[RunHead]:
+        """Return a tenant's runs, the newest first. The arguments are those of `RunStore.runs`."""
+        return await self._store.runs(tenant, program=program, limit=limit, before=before)
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -425,8 +440,8 @@ class ProgramRunner:
             task.journal.abandon()
             self.counters["lost"] += 1
         finally:
-            del self._working[run_id]
-            asyncio.get_running_loop().call_later(KEPT_S, self._forget, run_id, task)
+            del self._working[run_id], self._tasks[run_id]
+            self.ended.add(run_id, task)
         if task.state.ended is not None and not task.state.spec.store and not task.journal.lost:
             await self._forget_stored(run_id)
 
@@ -441,9 +456,8 @@ class ProgramRunner:
         RunWatch(self._turns, spec, arrived_s, self._clock).refused(code)
         return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S, code=code)
 
-    def _forget(self, run_id: str, task: RunTask) -> None:
-        if self._tasks.get(run_id) is task:
-            del self._tasks[run_id]
+    def _in_memory(self, run_id: str) -> RunTask | None:
+        return self._tasks.get(run_id) or self.ended.get(run_id)
 
     async def _forget_stored(self, run_id: str) -> None:
         with contextlib.suppress(RunStoreUnavailable):

@@ -17,7 +17,9 @@ import psutil
 import pytest
 import yaml
 
+from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.ports import free_ports
+from cluster.store.runs.store import RunStore
 from tests.faults.promises import Promised
 from tests.faults.stand import INGRESS, MARK, marked, title_of, until
 from tests.faults.under_load import Outcome, background, clients, completion, run, stream
@@ -30,6 +32,8 @@ MARKED = "stopped"
 SHUTDOWN_S = 3.0
 SHORT_TOKENS, LONG_TOKENS = 100, 4000
 PROBE_S = 0.05
+REDIS = "redis"
+"""The folder in which the data of the embedded Redis stays after the stop."""
 
 
 @dataclass
@@ -80,6 +84,7 @@ def config(tmp_path: Path, port: int) -> Path:
         yaml.safe_dump(
             {
                 "http": {"port": port, "shutdown_s": SHUTDOWN_S},
+                "redis": {"path": str(tmp_path / REDIS)},
                 "replicas": {"count": 1, "kv_cache_bytes": 32 << 20},
                 "engine": EXACT,
             }
@@ -102,7 +107,7 @@ async def test_from_the_first_byte_to_the_last(config: Path, port: int, is_long:
         promised("a start", "connections refused after the first answer", len(unheard), exactly=0)
         await _redis_killed(cluster, promised)
         await _ingress_killed(probes, promised)
-        await _stopped(cluster, promised)
+        await _stopped(cluster, promised, config.parent / REDIS)
 
 
 async def _redis_killed(cluster: Served, promised: Promised) -> None:
@@ -142,30 +147,48 @@ async def _ingress_killed(probes: Probes, promised: Promised) -> None:
     print(f"the ingress was back after {took_s:.1f} s; Retry-After was {told}")
 
 
-async def _stopped(cluster: Served, promised: Promised) -> None:
+async def _stopped(cluster: Served, promised: Promised, redis: Path) -> None:
     fault = "caesura serve gets SIGTERM"
     async with clients(cluster.url) as client:
         short = [asyncio.create_task(stream(client, completion("Once", SHORT_TOKENS))) for _ in range(3)]
         long = [asyncio.create_task(stream(client, completion("Once", LONG_TOKENS))) for _ in range(2)]
-        answers = asyncio.create_task(_events(client, {**run(), "max_output_tokens": LONG_TOKENS, "ignore_eos": True}))
+        body = {**run(), "max_output_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
+        answers = asyncio.create_task(_response(client, body))
         await asyncio.sleep(0.5)
         os.kill(cluster.pid, signal.SIGTERM)
         await asyncio.sleep(1.0)
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((HOST, int(cluster.url.rpartition(":")[2])), 5.0).close()
         ended_short, ended_long = await asyncio.gather(asyncio.gather(*short), asyncio.gather(*long))
-        last = (await answers)[-1]
+        response_id, last = await answers
     told = [json.loads(one.text)["code"] for one in ended_long if one.outcome is Outcome.ERROR]
     promised(fault, "short streams that ended", sum(one.outcome is Outcome.DONE for one in ended_short), exactly=3)
     promised(fault, "long streams that ended with an error event", told.count("shutting_down"), exactly=2)
     promised(fault, "responses without a last event", last not in ("error", "response.completed"), exactly=0)
     await asyncio.to_thread(until, lambda: not psutil.pid_exists(cluster.pid) or _ended(cluster.pid), "it runs", 60.0)
+    continues = last == "response.completed" or await _is_open(redis, response_id)
+    promised(fault, "responses in the foreground that do not continue", int(not continues), exactly=0)
 
 
 def _ended(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def _events(client: httpx.AsyncClient, body: dict[str, object]) -> list[str]:
-    async with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
-        return [line.removeprefix("event: ") async for line in answer.aiter_lines() if line.startswith("event: ")]
+async def _response(client: httpx.AsyncClient, body: dict[str, object]) -> tuple[str, str]:
+    """The id of a response, and its last event."""
+    response_id = last = ""
+    async with client.stream("POST", "/v1/responses", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                response_id, last = response_id or event.get("response", {}).get("id", ""), event["type"]
+    return response_id, last
+
+
+async def _is_open(redis: Path, run_id: str) -> bool:
+    """Whether the next start would continue a run."""
+    with EmbeddedRedis(redis) as server:
+        store = RunStore(server.url, owner="reader", timeout_s=10.0, lease_s=5.0, retention_s=3600.0)
+        log = await store.read(run_id, limit=0)
+        await store.close()
+    return log is not None and log.head.open and not log.head.cancel_asked

@@ -26,7 +26,7 @@ from cluster.http.connection_responses import MAX_KEPT
 from cluster.http.response_sockets import MAX_WAITING, TENANT_SHARE, ResponseSockets
 from cluster.http.server import HttpServer
 from cluster.proxy.http_protocol import HardenedHttpProtocol
-from cluster.runs import runner
+from cluster.runs import ended_runs
 from tests.programs.response_site import known, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -140,7 +140,7 @@ async def test_what_is_not_stored_can_be_continued_on_its_own_connection_only(so
 async def test_what_is_not_stored_can_be_continued_after_its_log_is_deleted(
     sockets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "KEPT_S", 0.0)
+    monkeypatch.setattr(ended_runs, "KEPT_S", 0.0)
     count = MAX_KEPT + 1
     there = sockets(*(says(f"{n}", first_id=100 * (n + 1)) for n in range(count)), says("on", first_id=900))
     async with there.connect() as to:
