@@ -36,7 +36,7 @@ from cluster.responses.spec import RunRequest
 from cluster.responses.tools import OpenPart
 from cluster.responses.wire import to_json
 from cluster.store.client import StoreUnavailable
-from cluster.store.conversations import MAX_CONVERSATIONS, ConversationStore, StoredConversation, Written
+from cluster.store.conversations import MAX_CONVERSATIONS, RENEWED_SHARE, ConversationStore, StoredConversation, Written
 
 MAX_ADDED = 20
 """Largest number of items of a request, as OpenAI's."""
@@ -114,11 +114,17 @@ class Conversations:
         return await asyncio.to_thread(lambda: tuple(map(decode, stored)))
 
     async def stored(self, tenant: str, name: str, param: str = "conversation_id") -> StoredConversation:
-        """Return a conversation as it is stored. Arguments and exceptions are those of `get`."""
+        """Return a conversation as it is stored, and keep its responses as long as it is kept.
+
+        Arguments and exceptions are those of `get`.
+        """
         async with _answering():
             found = await self._store.load(tenant, name)
         if found is None:
             raise _not_found(name, param)
+        if new := found.entries[found.renewed :]:
+            names = await asyncio.to_thread(_responses_of, new)
+            await self._responses.prolong(names, tenant, 1 + RENEWED_SHARE)
         return found
 
     async def create(self, tenant: str, name: str, metadata: bytes, entries: Sequence[Entry]) -> float:
@@ -149,11 +155,13 @@ class Conversations:
         await self._append(tenant, name, [Deleted(item_id)])
 
     async def _append(self, tenant: str, name: str, entries: Sequence[Entry]) -> None:
+        await self.stored(tenant, name)  # which keeps its responses, too
         async with _answering():
             _require(await self._store.append(tenant, name, _encoded(entries)), name)
 
     async def describe(self, tenant: str, name: str, metadata: bytes) -> None:
         """Replace the metadata. Exceptions are those of `get`."""
+        await self.stored(tenant, name)
         async with _answering():
             _require(await self._store.describe(tenant, name, metadata), name)
 
@@ -308,6 +316,10 @@ def _require(written: Written, name: str, param: str = "conversation_id") -> Non
             message = "all conversations would have more bytes than are kept; delete some (batches.max_stored_bytes)"
             error = BadRequest(message, param=param, code="storage_quota_exceeded")
     raise error
+
+
+def _responses_of(entries: Sequence[bytes]) -> list[str]:
+    return [entry.response for entry in map(decode, entries) if isinstance(entry, Responded)]
 
 
 def _encoded(entries: Sequence[Entry]) -> list[bytes]:

@@ -1,6 +1,6 @@
 -- The conversations of one tenant.
--- KEYS: record (hash of one conversation: creation, metadata and the size in bytes of the metadata and the entries), the list of its
--- entries, `kept` (zset: the tenant's conversations by the time in ms when they expire), `sizes` (hash: the bytes of each of them,
+-- KEYS: record (hash of one conversation: creation, metadata, the size in bytes of the metadata and the entries, and for how many
+-- entries and when, in ms, the responses were renewed), the list of its entries, `kept` (zset: the tenant's conversations by the time in ms when they expire), `sizes` (hash: the bytes of each of them,
 -- and their sum at the field `/`).
 -- ARGV[1] is the operation, ARGV[2] the expiry in ms, ARGV[3] the quoted name of the conversation. ARGV[4] to ARGV[7] are the largest
 -- number of entries and of bytes of a conversation, and the largest number and bytes of the tenant's conversations.
@@ -83,12 +83,16 @@ function operations.create()
   return {'ok'}
 end
 
--- Answers with creation, metadata and entries, too.
+-- ARGV: ms after which all responses are renewed again. Answers with creation, metadata, the number of entries whose responses need
+-- not be renewed now, and the entries, too.
 function operations.load()
   if not known() then return {'unknown'} end
   keep()
-  local found = redis.call('HMGET', record, 'created', 'metadata')
-  local answer = {'ok', found[1], found[2]}
+  local found = redis.call('HMGET', record, 'created', 'metadata', 'renewed', 'renewed_ms')
+  local fresh = now_ms - number(found[4]) < tonumber(ARGV[FIRST])
+  redis.call('HSET', record, 'renewed', redis.call('LLEN', list))
+  if not fresh then redis.call('HSET', record, 'renewed_ms', string.format('%.0f', now_ms)) end
+  local answer = {'ok', found[1], found[2], fresh and found[3] or '0'}
   for _, entry in ipairs(redis.call('LRANGE', list, 0, -1)) do answer[#answer + 1] = entry end
   return answer
 end

@@ -18,6 +18,9 @@ MAX_BYTES = 64 << 20
 MAX_CONVERSATIONS = 10_000
 """Largest number of conversations of a tenant."""
 
+RENEWED_SHARE = 1 / 8
+"""Share of the retention time after which all responses of a conversation in use are renewed again."""
+
 MAX_CONNECTIONS = 8
 """Maximum number of connections. Further calls wait for one."""
 
@@ -48,6 +51,8 @@ class StoredConversation:
     """Unix time in seconds."""
     metadata: bytes
     entries: tuple[bytes, ...]
+    renewed: int = 0
+    """Number of leading entries whose responses were renewed a short time ago. The caller renews the others."""
 
 
 class ConversationStore(RedisStore):
@@ -87,10 +92,10 @@ class ConversationStore(RedisStore):
 
     async def load(self, tenant: str, name: str) -> StoredConversation | None:
         """Return a conversation, or None if the tenant has none of this name."""
-        answer = await self._call(tenant, name, "load")
+        answer = await self._call(tenant, name, "load", int(self._expiry_ms * RENEWED_SHARE))
         if answer[0] != b"ok":
             return None
-        return StoredConversation(float(answer[1]), answer[2], tuple(answer[3:]))
+        return StoredConversation(float(answer[1]), answer[2], tuple(answer[4:]), int(answer[3] or 0))
 
     async def append(self, tenant: str, name: str, entries: Sequence[bytes], known: int | None = None) -> Written:
         """Append entries.

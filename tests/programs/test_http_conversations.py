@@ -1,9 +1,11 @@
 """Conversations over HTTP, with OpenAI's own client, a real Redis and replicas that follow a script."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
+import redis.asyncio
 from openai import (
     APIStatusError,
     AsyncOpenAI,
@@ -75,6 +77,27 @@ async def test_a_conversation_has_the_items_of_its_responses(runners: Runners) -
     assert items[-1].content[0].text == second.output_text == "bye"
     one = await there.client.conversations.items.retrieve(items[0].id, conversation_id=made.id)
     assert one == items[0]
+
+
+async def test_the_responses_of_a_conversation_in_use_are_kept_as_long_as_it_is(runners: Runners) -> None:
+    """The logs of a response would expire in a second; the conversation, which is listed now, in a minute."""
+    there = Site(runners, (says("hello"), says("bye", first_id=300)))
+    made = await there.client.conversations.create()
+    first = await there.respond(conversation=made.id, input="I am Ada.")
+    direct = redis.asyncio.from_url(runners.url)
+    keys = await direct.keys(f"*:{first.id}")
+    assert len(keys) == 2
+    await until(lambda: not there.runner.open_runs)
+    for key in keys:
+        assert await direct.pexpire(key, 1_000)
+    assert len(await there.items(made.id)) == 2
+    assert all([await direct.pttl(key) > 60_000 for key in keys])
+    ended = dict(await direct.zrange("caesura:v1:{runs}:ended", 0, -1, withscores=True))
+    [ends_us] = [value for place, value in ended.items() if place.decode().endswith(first.id)]
+    assert ends_us / 1e6 - time.time() > 60
+    await direct.aclose()
+    await there.respond(conversation=made.id, input="Who am I?")
+    assert [text for _, text in there.seen()] == ["I am Ada.", "hello", "Who am I?"]
 
 
 async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:

@@ -116,6 +116,24 @@ async def test_each_use_postpones_the_expiry(store: ConversationStore, direct: r
         assert all([await direct.pttl(key) > 50_000 for key in keys])
 
 
+async def test_responses_are_renewed_once_and_all_again_after_an_eighth_of_the_retention_time(
+    store: ConversationStore, direct: redis.asyncio.Redis
+) -> None:
+    async def renewed() -> int:
+        found = await store.load("a", "c")
+        assert found is not None
+        return found.renewed
+
+    await store.create("a", "c", 0.0, b"", [b"1", b"2"])
+    assert [await renewed(), await renewed()] == [0, 2]
+    await store.append("a", "c", [b"3"])
+    assert [await renewed(), await renewed()] == [2, 3]
+    [record] = await direct.keys("*:record:*")
+    before_ms = float(await direct.hget(record, "renewed_ms") or 0)
+    await direct.hset(record, "renewed_ms", before_ms - 60_000 * conversations.RENEWED_SHARE)
+    assert [await renewed(), await renewed()] == [0, 3]
+
+
 async def test_without_redis_a_call_raises(store: ConversationStore, server: EmbeddedRedis) -> None:
     await store.create("a", "c", 0.0, b"", [])
     kill(server)

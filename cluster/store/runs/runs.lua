@@ -231,6 +231,27 @@ function operations.read()
   return {{head(id), there, items}}
 end
 
+-- ARGV: tenant, time in ms, ids. Keeps those of the tenant's runs that are closed for this time from now on, if that is longer.
+function operations.prolong()
+  local tenant, kept_ms, now = ARGV[1], tonumber(ARGV[2]), now_us()
+  for i = 3, #ARGV do
+    local id = ARGV[i]
+    local there = is_run(id) and get(id, 'closed', 'tenant', 'program', 'idempotency') or {}
+    if there[1] and there[2] == tenant and redis.call('PTTL', space .. 'log:' .. id) < kept_ms then
+      redis.call('PEXPIRE', space .. 'run:' .. id, kept_ms)
+      redis.call('PEXPIRE', space .. 'log:' .. id, kept_ms)
+      if there[4] and is(there[4], 'hash') and redis.call('HGET', there[4], 'run') == id then
+        redis.call('PEXPIRE', there[4], kept_ms)
+      end
+      if is(space .. 'ended', 'zset') then
+        local place = there[2] .. '/' .. there[3] .. '/' .. id
+        redis.call('ZADD', space .. 'ended', 'XX', now + kept_ms * 1000 + 1000000, place)
+      end
+    end
+  end
+  return #ARGV - 2
+end
+
 -- ARGV: owner, lease in us, ids. Answers: the lost ones, the unknown ones, those to be cancelled.
 function operations.renew()
   local owner, ends = ARGV[1], now_us() + tonumber(ARGV[2])

@@ -44,6 +44,9 @@ FOLLOW_ITEMS = 16
 WAKE_KEY_S = 60
 """Seconds after its last use, after which the key that interrupts a process's read expires."""
 
+PROLONGED_AT_ONCE = 256
+"""Number of runs that one script prolongs. Redis does nothing else meanwhile."""
+
 _SCRIPT = lua("cluster.store.runs", "runs.lua")
 
 _Head = tuple[bytes, bytes, bytes, bytes, bytes, bytes | None, bytes | None]
@@ -357,6 +360,18 @@ class RunStore(RedisStore):
         if answer == b"open":
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
+
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> None:
+        """Keep closed runs of a tenant as long as if they had been closed now. Others are passed over.
+
+        Args:
+            tenant: the tenant.
+            run_ids: the runs.
+            share: the time for which they are kept, as a share of the retention time.
+        """
+        for first in range(0, len(run_ids), PROLONGED_AT_ONCE):
+            names = map(quoted, run_ids[first : first + PROLONGED_AT_ONCE])
+            await self._call("prolong", [quoted(tenant), int(self._retention_ms * share), *names], int)
 
     async def evict(self, limit: int) -> int:
         """Delete up to ``limit`` closed runs, those that ended first before others. Return their number.
