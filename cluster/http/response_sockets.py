@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +33,10 @@ CHECKED_PATH = "/version"
 """A path that needs the same role as a response. It is requested to check the key before the connection is accepted."""
 
 _OF_HANDSHAKE = (b"connection", b"upgrade", b"content-length", b"content-type", b"accept", b"x-request-id")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Leaves the values of fields encoded: a message is read whole with the limits of a body, when its turn comes."""
+_CREATE, _FALSE, _NULL = (msgspec.Raw(msgspec.json.encode(value)) for value in (CREATE, False, None))
+
 _JSON = (b"content-type", b"application/json")
 
 
@@ -262,15 +267,14 @@ def _request(sent: bytes) -> bytes:
         BadRequest: the message is not valid.
     """
     try:
-        message = json.loads(sent)
-    except (ValueError, RecursionError) as error:
+        fields = _fields.decode(sent)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest("a message must be a JSON object", code="invalid_json") from error
-    if not isinstance(message, dict) or message.get("type") != CREATE:
+    if fields.pop("type", None) != _CREATE:
         raise BadRequest(f"type: must be {CREATE}", param="type")
-    if message.get("background"):
+    if fields.pop("background", _FALSE) not in (_FALSE, _NULL):
         raise BadRequest("background: not over a WebSocket", param="background")
-    rest = {name: value for name, value in message.items() if name not in ("type", "background")}
-    return json.dumps({**rest, "stream": True}).encode()
+    return msgspec.json.encode({**fields, "stream": True})
 
 
 def _http(scope: Scope, method: str, path: str, body: bytes) -> Scope:
