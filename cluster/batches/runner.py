@@ -66,6 +66,8 @@ MAX_OPEN_OF_TENANT = 50
 """Largest number of a tenant's batches that have not ended."""
 MAX_LOADED = 8
 """Largest number of batches whose lines are in memory."""
+OWN_LINES = 2
+"""Lines that each tenant may have in flight although those of others are as many as may be: theirs may hang."""
 LOADED_S = 30.0
 """Seconds for which the lines of a batch stay in memory at least, before a batch gets their place whose lines have been
 there before. It bounds how often inputs are read."""
@@ -436,7 +438,7 @@ class BatchRunner:
         while True:
             self._wake.clear()
             now_s = self._clock.now_s()
-            while len(self._lines) < self._config.max_concurrent and (found := self._next(now_s)) is not None:
+            while (found := self._next(now_s)) is not None:
                 self._start_line(*found)
             opens_s = [self._tasks[name].window.opens_s(now_s) or IDLE_S for name in self._working]
             with contextlib.suppress(TimeoutError):
@@ -444,10 +446,15 @@ class BatchRunner:
                     await self._wake.wait()
 
     def _next(self, now_s: float) -> tuple[BatchTask, InputLine] | None:
-        """Return the next line of the tenant whose turn it is, or of the next tenant that has one."""
+        """Return the next line of the tenant whose turn it is, or of the next tenant that has one and may start it."""
+        full = len(self._lines) >= self._config.max_concurrent
+        in_flight = Counter(task.batch.tenant for task, _ in self._lines.values()) if full else Counter[str]()
+        own = min(OWN_LINES, self._config.max_concurrent)
         tasks = sorted((self._tasks[name] for name in self._working), key=lambda task: task.batch.created_s)
         self._turns = [tenant for tenant in self._turns if any(task.batch.tenant == tenant for task in tasks)]
         for place, tenant in enumerate(self._turns):
+            if full and in_flight[tenant] >= own:
+                continue
             ready = [task for task in tasks if task.batch.tenant == tenant and task.may_start(now_s)]
             missing = [task for task in ready if not task.is_loaded]
             if missing and not any(task.is_loading for task in ready):

@@ -111,8 +111,9 @@ class BatchesConfig(Section):
     """Batches (`/v1/batches`) and the files that they read and write (`/v1/files`). Redis has the files, compressed."""
 
     max_concurrent: int = Field(64, ge=1, le=4096)
-    """Maximum number of lines of batches in flight in one ingress. Fewer are in flight while replicas refuse batch
-    work. Increase it if the replicas are idle while a batch is in progress."""
+    """Maximum number of lines of batches in flight in one ingress. A tenant with fewer than two may start them all the
+    same. Fewer are in flight while replicas refuse batch work. Increase it if the replicas are idle while a batch is in
+    progress."""
     max_file_bytes: int = Field(64 << 20, ge=1024)
     """Maximum size of a file in bytes. Larger files get 413. JSON lines take about a fifth of their size in Redis."""
     max_stored_bytes: int = Field(256 << 20, ge=1024)

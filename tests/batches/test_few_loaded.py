@@ -50,6 +50,17 @@ async def test_a_tenant_whose_lines_take_long_keeps_no_other_tenant_out(
     assert set(site.replicas.calls.values()) == {1, 2}
 
 
+async def test_a_tenant_whose_lines_take_all_places_keeps_no_other_tenant_out(ingress: MakeIngress) -> None:
+    site = ingress(HoldOneTenant(), max_concurrent=3)
+    large, small = site.client("large"), site.client("small")
+    begun = await begin(large, lines(*(f"a{number}" for number in range(9))))
+    await until(large, begun.id, lambda _: site.batches.in_flight == 3)
+    done = await ended(small, (await begin(small, lines("s0", "s1", "s2"))).id)
+    assert (done.request_counts.completed, site.batches.in_flight) == (3, 3)
+    site.replicas.gate.set()
+    assert (await ended(large, begun.id)).request_counts.completed == 9
+
+
 async def begin_refused(site: Ingress) -> list[str]:
     """Begin two batches whose lines are refused, and return their ids when both have been."""
     batches = []
