@@ -21,7 +21,7 @@ from tests.programs import message_site, response_site, test_http_chat
 from tests.programs.response_site import known, registered
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, says
-from tests.programs.test_response_sockets import KEY, Guarded
+from tests.programs.test_response_sockets import KEY, MESSAGE_BYTES, guarded
 from tests.programs.test_runner import ended, outcome
 from tests.waiting import WITHIN_S, until
 
@@ -68,8 +68,8 @@ class Ingress:
         self.requests = GracefulShutdown(site(self.runner), self.runner.leave_abandoned)
         port = free_ports(1, HOST)[0]
         self.address = f"{HOST}:{port}"
-        app = ResponseSockets(CancelOnDisconnect(self.requests), [])
-        self.server = HttpServer(app, HOST, port, 1 << 16)
+        app = ResponseSockets(CancelOnDisconnect(self.requests), [], 8, MESSAGE_BYTES)
+        self.server = HttpServer(app, HOST, port, MESSAGE_BYTES)
 
     async def run_id(self) -> str:
         """The id of the run, when the turn has begun."""
@@ -130,7 +130,7 @@ async def test_a_program_whose_request_is_ended_by_the_stop_continues(
 
 
 async def test_a_program_of_a_websocket_continues(runners: Runners, ingress: Any) -> None:
-    there = ingress(lambda runner: Guarded(response_site.site(runner)))
+    there = ingress(lambda runner: guarded(response_site.site(runner)))
     create = {"type": "response.create", "model": "m", "input": "Go."}
     named = {"Authorization": f"Bearer {KEY}"}
     async with connect(f"ws://{there.address}/v1/responses", additional_headers=named) as client:
