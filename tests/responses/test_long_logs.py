@@ -29,6 +29,10 @@ class Logs:
     def __init__(self, **logs: list[RunEvent]) -> None:
         self._logs = logs
         self.loaded: list[str] = []
+        self.prolonged: list[str] = []
+
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float) -> None:
+        self.prolonged += run_ids
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
         self.loaded.append(run_id)
@@ -109,6 +113,7 @@ async def test_a_continuation_replays_the_last_response_that_counts() -> None:
     previous, since = await continued(logs, Responded("first"), Responded("second"), Responded("third"))
     assert previous is not None and since == ()
     assert logs.loaded == ["third", "second"]
+    assert logs.prolonged == ["first", "second", "third"]
 
 
 async def test_a_continuation_after_a_deletion_replays_all_responses() -> None:
