@@ -45,7 +45,7 @@ class PaperScores:
     """
 
     count: int
-    """Number of lengths."""
+    """Number of turns whose output length was forecast and is known."""
     acc_5: float
     acc_15: float
     """Shares of lengths with an error of at most 5 and at most 15 tokens."""
@@ -237,7 +237,7 @@ _COUNTS = ("turns", "pauses")
 _DIGITS = {"MAE": 2, "CRPS": 2, "bins off": 2, "MSE of seconds": 2}
 
 Cells = Mapping[str, float | None]
-"""Values by column."""
+"""The scores of a row by the column's title; None: there is no such score, and the cell is empty."""
 
 
 def tables(found: Sequence[SourceScores]) -> str:

@@ -56,7 +56,7 @@ class PredictorServer:
         return self._shared.predict(turns)
 
     async def observe(self, observations: Sequence[Observation]) -> None:
-        """Learn from observations."""
+        """Learn from turns, pauses and programs that replicas observed. Invalid ones are counted and change nothing."""
         self._shared.learn(observations)
 
     async def check_health(self) -> None:

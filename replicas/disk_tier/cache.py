@@ -301,7 +301,7 @@ class TieredCache(TieringOffloadingManager):
             self._loaded[account.key] += loaded
 
     def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
-        """Forget the request."""
+        """Stop counting what is loaded from disk for a request that has ended, and report its end to all tiers."""
         self._loading.pop(req_context.req_id, None)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
