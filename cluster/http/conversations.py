@@ -148,6 +148,7 @@ class Conversations:
             Overloaded: the store has no memory for them, or does not answer.
         """
         self._require_memory()
+        await self.stored(tenant, name)  # which keeps its responses, too
         await self._append(tenant, name, items)
 
     async def delete_item(self, tenant: str, name: str, item_id: str) -> None:
@@ -155,13 +156,11 @@ class Conversations:
         await self._append(tenant, name, [Deleted(item_id)])
 
     async def _append(self, tenant: str, name: str, entries: Sequence[Entry]) -> None:
-        await self.stored(tenant, name)  # which keeps its responses, too
         async with _answering():
             _require(await self._store.append(tenant, name, _encoded(entries)), name)
 
     async def describe(self, tenant: str, name: str, metadata: bytes) -> None:
         """Replace the metadata. Exceptions are those of `get`."""
-        await self.stored(tenant, name)
         async with _answering():
             _require(await self._store.describe(tenant, name, metadata), name)
 
