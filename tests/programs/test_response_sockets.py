@@ -89,11 +89,12 @@ async def ask(to: ClientConnection, **fields: Any) -> None:
 
 
 async def until_end(of: ClientConnection) -> dict[str, Any]:
-    """The last event of a response, or an error."""
-    while True:
-        event: dict[str, Any] = json.loads(await of.recv())
-        if event["type"] in ("response.completed", "response.incomplete", "response.failed", "error"):
-            return event
+    """The last event of a response, or an error. TimeoutError: there was none in time."""
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            event: dict[str, Any] = json.loads(await of.recv())
+            if event["type"] in ("response.completed", "response.incomplete", "response.failed", "error"):
+                return event
 
 
 async def test_a_loop_of_turns_over_one_connection_with_openais_client(sockets: Any) -> None:
