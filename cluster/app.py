@@ -107,7 +107,8 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         deployment_config={
             **number_of_replicas(config),
             "max_ongoing_requests": replicas.max_ongoing_requests,
-            "max_queued_requests": replicas.max_queued_requests,
+            # Ray takes no 0. The replica itself refuses what would wait then.
+            "max_queued_requests": replicas.max_queued_requests or 1,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "graceful_shutdown_timeout_s": config.http.request_timeout_s + SHUTDOWN_SLACK_S,
             "ray_actor_options": {"num_cpus": replicas.cpus},

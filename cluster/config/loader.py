@@ -91,11 +91,10 @@ class _Layers:
             raise ConfigError(f"{source}: names no key: a part of its path is empty")
         here = self.values
         for depth, key in enumerate(path[:-1], start=1):
-            if here.get(key) is None:
-                here[key] = {}
-            here = here[key]
-            if not isinstance(here, dict):
-                raise ConfigError(f"{source}: {'.'.join(path[:depth])}: is not a section (got {_shown(here)})")
+            section = {} if here.get(key) is None else here[key]
+            if not isinstance(section, dict):
+                raise ConfigError(f"{source}: {'.'.join(path[:depth])}: is not a section (got {_shown(section)})")
+            here[key] = here = dict(section)  # a YAML alias shares its section with others, which must not change
         here[path[-1]] = value
         self.overrides[path] = source
 

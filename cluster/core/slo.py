@@ -109,7 +109,7 @@ class ProgramRecord:
     planned_turns: int
     kind: str = ""
     until_s: float | None = None
-    """The time at which the record was made. What had not ended by then counts with its time so far; None: unknown."""
+    """The end of the run. What did not complete counts with its time up to then; None: unknown."""
 
     @property
     def output_tokens(self) -> int:

@@ -37,14 +37,14 @@ class Administration:
         return _per_replica(await self._fleet.broadcast("control", "policy", {}))
 
     async def set_policy(self, request: Request) -> Response:
-        """Switch the policy of every replica, to `{"name": ..., "parameters": {...}}`. Without `parameters`, those of
-        the configuration are used if it has the same policy. A replica that starts later has the configuration's
+        """Switch the policy of every replica, to `{"name": ..., "parameters": {...}}`. Keys that are left out
+        have the configuration's values if it has the same policy. A replica that starts later has the configuration's
         policy.
         """
         body = await self._reader.json(request)
         configured = self._config.policy
-        if "parameters" not in body and body.get("name") == configured.name:
-            body = {"name": configured.name, "parameters": configured.parameters}
+        if body.get("name") == configured.name:
+            body = configured.model_dump(exclude_none=True) | body
         policy = validated(PolicyConfig, body)
         return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
 

@@ -208,9 +208,15 @@ class Exchanged:
 class _Unreported:
     """The turns of one program since the last exchange."""
 
-    part: Part
+    tally: Tally
+    arrived_s: float
+    """Arrival of the earliest of these turns."""
     served: Served
     first: bool
+
+    def part(self, key: str, now_s: float) -> Part:
+        """Return what the store adds for the program."""
+        return Part(key, self.tally, max(0.0, now_s - self.arrived_s))
 
 
 class SharedSloTracker:
@@ -234,10 +240,11 @@ class SharedSloTracker:
     def turn_ended(self, key: str, served: Served, end: TurnEnd, arrived_s: float) -> None:
         """Record the end of a turn, which the next exchange reports."""
         before = self._unreported.get(key)
-        tally = end.part if before is None else before.part.tally + end.part
-        first = end.first or (before is not None and before.first)
-        part = Part(key, tally, max(0.0, self._clock.now_s() - arrived_s))
-        self._unreported[key] = _Unreported(part, served if before is None else before.served, first)
+        if before is None:
+            self._unreported[key] = _Unreported(end.part, arrived_s, served, end.first)
+            return
+        tally, earliest_s = before.tally + end.part, min(before.arrived_s, arrived_s)
+        self._unreported[key] = _Unreported(tally, earliest_s, before.served, before.first or end.first)
 
     def program_ended(self, program: EndedProgram) -> None:
         """Record that a program is due for its verdict, by this ingress or another one."""
@@ -245,10 +252,11 @@ class SharedSloTracker:
 
     async def exchange(self) -> Exchanged:
         """Report the turns, and judge the programs that are due."""
-        unreported, self._unreported = list(self._unreported.values()), {}
+        reported, self._unreported = self._unreported, {}
+        unreported, now_s = list(reported.values()), self._clock.now_s()
         exchanged = Exchanged()
         if unreported:
-            firsts = await self.store.add([one.part for one in unreported])
+            firsts = await self.store.add([one.part(key, now_s) for key, one in reported.items()])
             if firsts is None:
                 for model in {one.served.model for one in unreported}:
                     exchanged.degraded[model, DegradedVerdict.STORE_GONE] += 1

@@ -6,12 +6,14 @@ local SUMS = {'turns', 'late', 'failed', 'unfinished', 'tokens', 'us'}
 
 local operations = {}
 
--- ARGV: expiry in ms, ms since the program arrived at this ingress, and the sums. Answers whether this is all that is known
+-- ARGV: expiry in ms, ms since the earliest of these turns arrived, and the sums. Answers whether this is all that is known
 -- of the program.
 function operations.add()
   local kind = redis.call('TYPE', key).ok
   if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', key) end
-  local first = redis.call('HSETNX', key, 'arrived', string.format('%.0f', now_ms - tonumber(ARGV[3])))
+  local arrived, known = now_ms - tonumber(ARGV[3]), tonumber(redis.call('HGET', key, 'arrived'))
+  local first = known and 0 or 1
+  if not known or arrived < known then redis.call('HSET', key, 'arrived', string.format('%.0f', arrived)) end
   for i, field in ipairs(SUMS) do redis.call('HINCRBY', key, field, ARGV[i + 3]) end
   redis.call('HSET', key, 'seen', string.format('%.0f', now_ms))
   redis.call('PEXPIRE', key, ARGV[2])

@@ -29,6 +29,7 @@ class ClusterDouble:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     admin: list[str] = field(default_factory=list)
+    own_policy: dict[str, object] = field(default_factory=lambda: {"name": "caesura", "pause": "infercept"})
     seen: dict[str, int] = field(default_factory=dict)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -40,6 +41,7 @@ class ClusterDouble:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_put("/admin/policy", self.policy)
+        app.router.add_get("/admin/policy", self.policies)
         app.router.add_post("/admin/reset", self.reset)
         app.router.add_get("/v1/programs/{program}", self.story)
         app.router.add_get("/admin/statistics", self.statistics)
@@ -49,10 +51,16 @@ class ClusterDouble:
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "double"}]})
 
+    async def policies(self, _: web.Request) -> web.Response:
+        return web.json_response({"replicas": [self.own_policy] * 2})
+
     async def policy(self, request: web.Request) -> web.Response:
-        name = (await request.json())["name"]
+        asked = await request.json()
+        name = asked["name"]
         if name == "unknown":
             return web.json_response({"error": {"message": "unknown policy 'unknown'"}}, status=400)
+        if asked == self.own_policy:
+            name = "as configured"
         self.admin.append(f"policy {name}")
         return web.json_response({"name": name})
 

@@ -163,6 +163,21 @@ async def test_a_server_that_is_not_there_fails_every_program(cluster_double) ->
     assert [record.outcome for record in records] == [Outcome.FAILED] * 3
 
 
+async def test_a_refused_program_counts_up_to_the_end_of_the_drain(cluster_double) -> None:
+    cluster_double.misbehaviour.kind = "503"
+    began_s = CLOCK.now_s()
+    (record,) = await run(cluster_double, jobs(), drain_s=30.0)
+    assert record.spent_s == pytest.approx(30.0, abs=0.01)
+    assert CLOCK.now_s() - began_s < 20.0
+
+
+async def test_a_policy_that_cannot_be_set_back_is_noted_beside_the_results(cluster_double) -> None:
+    cluster_double.own_policy = {"name": "unknown"}
+    result = await run_bench(settings(cluster_double, policies=("vllm",)), Silent())
+    assert [block.policy for block in result.blocks] == ["vllm"] * len(result.blocks) and result.blocks
+    assert "the server's policy is not what it was (--policies: PUT " in result.workload.notes[-1]
+
+
 async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double, monkeypatch) -> None:
     answered, client_run = [], TurnClient.run
 
@@ -231,6 +246,7 @@ async def test_policies_alternate_and_replay_the_same_programs(cluster_double) -
     assert cluster_double.admin == [
         *("policy vllm", "reset", "policy continuum", "reset"),
         *("policy continuum", "reset", "policy vllm", "reset"),
+        "policy as configured",
     ]
     assert [(block.policy, block.block) for block in result.blocks] == [
         *(("vllm", 0), ("continuum", 0)),
@@ -334,6 +350,7 @@ async def test_a_cancelled_run_leaves_nothing_behind(cluster_double) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert cluster_double.admin[-1] == "policy as configured"
     assert [t for t in asyncio.all_tasks() if t.get_coro().__name__ == "_run"] == []
 
 
@@ -402,6 +419,15 @@ async def test_the_command_from_flags_to_files(cluster_double, tmp_path) -> None
         "per_token_cdf.svg",
         "ttft_cdf.svg",
     ]
+
+
+async def test_the_command_fails_if_no_turn_was_served(cluster_double, tmp_path) -> None:
+    cluster_double.misbehaviour.kind = "503"
+    out = tmp_path / "out.jsonl"
+    code, _, err = await command("--url", cluster_double.url, "--count", 2, "--quiet", "--json", out)
+    assert (code, "Traceback" in err) == (2, False), err
+    assert f"--url: {cluster_double.url} served no turn: " in err
+    assert json.loads(out.read_text())["completed"] == 0
 
 
 async def test_the_command_refuses_with_status_2(tmp_path) -> None:

@@ -38,9 +38,15 @@ def look(at_s: float = 0.0, *replicas: dict[str, Any], good: float | None = None
             ("caesura_programs_total", MODEL): 3 * good,
             ("caesura_good_requests_total", MODEL): 5 * good,
             ("caesura_requests_total", (*MODEL, ("outcome", "ok"))): 6 * good,
+            ("caesura_routing_decisions_total", (("WorkerId", "a"), *MODEL[:1], ("reason", "home"))): at_s,
+            ("caesura_routing_decisions_total", (("WorkerId", "b"), *MODEL[:1], ("reason", "home"))): 3 * at_s,
+            ("caesura_waiting_turns", (("WorkerId", "a"), *MODEL[:1])): 2.0,
+            ("caesura_waiting_turns", (("WorkerId", "b"), *MODEL[:1])): 3.0,
+            ("caesura_program_migrations_total", MODEL[:1]): 1.0,
+            ("caesura_requests_rejected_total", (*MODEL[:1], ("reason", "too_late"))): 3.0,
         }
     store = {"healthy": True, "failures": {"timeout": 0}}
-    router = {"waiting": 2, "moves": 1, "refusals": {"too_late": 3}, "placements": {"home": at_s * 4}, "store": store}
+    router = {"store": store}
     base: dict[str, Any] = {
         "health": {"status": "alive"},
         "ready": {"status": "ready"},

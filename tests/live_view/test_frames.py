@@ -1,5 +1,6 @@
 """`caesura top` and `caesura status` as a terminal shows them."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_frame_shows_what_happened_between_two_looks() -> None:
     assert "2 programs/s (50% of those that ended; 6 offered)" in text
     assert "10 of 12 requests/s   over 4 s" in text
     # 6 holds and a swap in 4 s; of the second replica there is no look before.
-    assert "decisions  1.75/s at pauses, 4/s placements   waiting at the front 2, moves 1, refused 3" in text
+    assert "decisions  1.75/s at pauses, 4/s placements   waiting at the front 5, moves 1, refused 3" in text
     first, second = (line.split() for line in text.splitlines() if line.startswith("replica-"))
     assert first[2:] == ["3", "1", "9", "1.5", "0.25", "0", "25%", "-", "1.25"]
     assert second[2:] == ["3", "1", "9", "-", "-", "-", "25%", "-", "1.25"]
@@ -100,6 +101,15 @@ def test_what_is_unknown_is_shown_as_unknown() -> None:
     assert "not ready" in text
     assert "replicas are unknown: HTTP 404" in text
     assert "goodput    unknown: /metrics has none of Caesura's counters" in text
+    assert "-/s placements   waiting at the front -, moves -, refused -" in text
+
+
+def test_a_look_without_metrics_is_no_look_at_counters_of_zero() -> None:
+    failed = replace(look(0.0), errors={"metrics": "HTTP 503"})
+    now = now_of([failed, look(4.0, good=1000.0), look(8.0, good=1002.0)])
+    assert (now.goodput.window_s, now.goodput.programs, now.placements_per_s) == (4.0, 0.5, 4.0)
+    assert now_of([failed, look(4.0, good=1000.0)]).goodput.programs is None
+    assert now_of([look(0.0, good=1000.0), replace(failed, at_s=4.0)]).placements_per_s is None
 
 
 def test_a_replica_that_was_started_again_does_not_undo_decisions() -> None:

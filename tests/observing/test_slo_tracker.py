@@ -324,6 +324,25 @@ async def test_a_program_that_comes_through_two_ingresses_is_one(ingresses: list
     assert recorded.of(metrics.DEGRADED_DECISIONS) == {}
 
 
+@pytest.mark.parametrize("through", [(0, 0), (0, 1), (1, 0)])
+async def test_a_program_lasts_from_its_first_turn_whoever_reports_first(
+    ingresses: list[Ingress], redis: EmbeddedRedis, through: tuple[int, int]
+) -> None:
+    first, last = (ingresses[number] for number in through)
+    began_s = first.clock.now_s()
+    first.turn("p", ttft=20.0)
+    last.turn("p")
+    for ingress in ingresses:
+        await ingress.tracker.exchange()
+    spent_s = first.clock.now_s() - began_s
+    store = SloSumStore(redis.url, timeout_s=10.0, expiry_s=IDLE_S, clock=first.clock)
+    [judged] = (
+        await store.judge([Question(ProgramIdentity("p", tenant="default").key, idle_s=0.0, remember_s=0.0)]) or []
+    )
+    await store.close()
+    assert isinstance(judged, Whole) and judged.wall_s == pytest.approx(spent_s, abs=1.0)
+
+
 async def test_no_program_is_shorter_than_nothing(redis: EmbeddedRedis, clock: ManualClock) -> None:
     """The server's clock is set back while the program runs."""
     store = SloSumStore(redis.url, timeout_s=10.0, expiry_s=IDLE_S, clock=clock)

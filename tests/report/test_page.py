@@ -132,8 +132,9 @@ def test_axes_have_round_ticks() -> None:
 
 def test_a_distribution_keeps_its_ends() -> None:
     values = [float(n) for n in range(1, 5001)]
-    points = steps(values)
+    points = steps(values, len(values))
     assert points[0] == (1.0, 0.0) and points[-1] == (5000.0, 1.0)
     assert len(points) < 700
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(points))
-    assert steps([]) == []
+    assert steps(values[:2500], 5000)[-1] == (2500.0, 0.5)
+    assert steps([], 0) == []

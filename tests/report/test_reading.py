@@ -10,7 +10,7 @@ from cluster.offline.bench.record import write
 from cluster.offline.report.page import decided
 from cluster.offline.report.plots import focus
 from cluster.offline.report.reading import Column, read
-from tests.report.recorded_runs import POLICIES, PROGRAMS, RATES, lines, summary
+from tests.report.recorded_runs import POLICIES, PROGRAMS, RATES, lines, run_line, summary
 
 
 def result_line(policy: str, rate: float, **more: object) -> str:
@@ -39,10 +39,28 @@ def test_of_a_summary_there_are_the_numbers_only(tmp_path: Path) -> None:
 
 def test_a_run_that_is_in_both_counts_once(record: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    path.write_text(f"{result_line('caesura', 2.0)}\n{result_line('caesura', 3.0)}\n")
+    command = run_line(0, "caesura", 2.0).command
+    path.write_text("".join(f"{result_line('caesura', rate, command=command)}\n" for rate in (2.0, 3.0)))
     runs = read([record, path])
     assert len(runs.runs) == len(RATES) * len(POLICIES) + 1
     assert runs.rates == [1.0, 2.0, 3.0]
+    assert not any(column.variant for column in runs.columns)
+
+
+def test_runs_of_the_same_with_other_settings_are_columns_of_their_own(record: Path, tmp_path: Path) -> None:
+    for name in ("small", "large"):
+        (tmp_path / name).write_text(f"{result_line('caesura', 2.0, command=f'simulate {name}')}\n")
+    runs = read([tmp_path / "small", tmp_path / "large"])
+    assert list(runs.columns.values()) == ["caesura, small", "caesura, large"]
+    assert list(read([record, tmp_path / "small"]).columns.values()) == [
+        *("vllm", f"caesura, {record.name}", "caesura, small"),
+    ]
+
+
+def test_seeds_in_several_files_are_one_column(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        (tmp_path / f"{seed}").write_text(f"{result_line('caesura', 2.0, seed=seed, command=f'simulate {seed}')}\n")
+    assert list(read([tmp_path / "0", tmp_path / "1"]).columns.values()) == ["caesura"]
 
 
 def test_columns_say_what_differs(tmp_path: Path) -> None:

@@ -254,6 +254,15 @@ def test_every_reserved_engine_argument_names_a_key_that_exists(key: str) -> Non
     assert name in type(getattr(CaesuraConfig(), section)).model_fields
 
 
+def test_an_override_changes_no_section_that_shares_an_alias(file: Path) -> None:
+    file.write_text(
+        "models:\n  a: {source: x, engine: &e {max_model_len: 8192}}\n  b: {source: y, engine: *e}\n"
+        "  c: {source: z, engine: {<<: *e, seed: 1}}\n"
+    )
+    models = load_config(file, {}, {"models.a.engine.max_model_len": 4096}).models
+    assert [models[name].engine["max_model_len"] for name in "abc"] == [4096, 8192, 8192]
+
+
 def test_all_complaints_at_once(file: Path) -> None:
     parameters = "policy: {name: continuum, parameters: {beta: 0, delta: 0}}"
     lines = complaints(file, f"http: {{port: -1}}\nslo: {{ttft_s: 0}}\n{parameters}\n")

@@ -4,14 +4,15 @@ The policies alternate so that drift of the machine cancels out. Each program is
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
 
 from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import ConfigError
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
 from cluster.offline.bench.client import Turn, TurnClient, open_session
 from cluster.offline.bench.results import BenchResult, BlockResult
@@ -81,7 +82,8 @@ async def replay(
     """Run all ``jobs``, and return one record for each job, in order, and then those of the children that began.
 
     Times are on ``clock``. Programs that have not ended ``drain_s`` seconds after the last arrival are cancelled and
-    count as unfinished. ``ended`` is called with each program when it ends.
+    count as unfinished. What did not complete counts up to that time, also where all had ended earlier. ``ended`` is
+    called with each program when it ends.
     """
     start_s = clock.now_s()
     replays = [_Replay(job, start_s + job.arrival_s) for job in jobs]
@@ -98,11 +100,11 @@ async def replay(
     for failure in failures:
         if isinstance(failure, BaseException) and not isinstance(failure, asyncio.CancelledError):
             raise failure
-    over_s = clock.now_s()
     for replay in (*replays, *begun):
         if not replay.over:
-            ended(replay.record(over_s))
-    return [replay.record(over_s) for replay in (*replays, *begun)]
+            ended(replay.record(deadline_s))
+    # What was refused counts up to the same time under every policy, although one with less left to do ends earlier.
+    return [replay.record(deadline_s) for replay in (*replays, *begun)]
 
 
 async def _run(
@@ -194,6 +196,8 @@ def plan_block(pool: tuple[PlannedProgram, ...], settings: BenchSettings, block:
 async def run_bench(settings: BenchSettings, progress: BenchProgress, clock: Clock | None = None) -> BenchResult:
     """Replay the workload against the server of ``settings`` and record every program.
 
+    A server whose policy was switched has its own again at the end.
+
     Raises:
         ConfigError: the server cannot be reached, or cannot switch to a policy.
         TraceError: the trace file cannot be used.
@@ -207,22 +211,36 @@ async def run_bench(settings: BenchSettings, progress: BenchProgress, clock: Clo
         server = Server(session, url)
         model = await server.first_model() if settings.model is None else settings.model
         client = TurnClient(session, url, model, clock, settings.turn_timeout_s)
-        for block in range(settings.blocks):
-            planned = plan_block(workload.programs, settings, block)
-            for policy in policy_order(settings.policy_names, block):
-                if settings.policies:
-                    await server.switch_policy(policy)
-                    await server.reset()
-                jobs = [replace(job, program_id=f"{run_id}-{policy}-{block}-{job.program_id}") for job in planned]
-                progress.block(policy, block, len(jobs))
-                async with watched(server, clock, on=settings.record) as memory:
-                    records = await replay(jobs, client, clock, settings.drain_s, progress.ended)
-                histories = await server.histories(records)
-                records = [with_waits(record, histories.get(record.program_id)) for record in records]
-                found = _split(policy, block, records, jobs, settings.warmup_s)
-                results.append(replace(found, histories=histories, memory=tuple(memory)))
+        before = await server.policy() if settings.policies else None
+        try:
+            for block in range(settings.blocks):
+                planned = plan_block(workload.programs, settings, block)
+                for policy in policy_order(settings.policy_names, block):
+                    if settings.policies:
+                        await server.switch_policy({"name": policy})
+                        await server.reset()
+                    jobs = [replace(job, program_id=f"{run_id}-{policy}-{block}-{job.program_id}") for job in planned]
+                    progress.block(policy, block, len(jobs))
+                    async with watched(server, clock, on=settings.record) as memory:
+                        records = await replay(jobs, client, clock, settings.drain_s, progress.ended)
+                    histories = await server.histories(records)
+                    records = [with_waits(record, histories.get(record.program_id)) for record in records]
+                    found = _split(policy, block, records, jobs, settings.warmup_s)
+                    results.append(replace(found, histories=histories, memory=tuple(memory)))
+        finally:
+            notes = () if before is None else await _set_back(server, before)
         versions = await server.versions()
+    workload = replace(workload, notes=(*workload.notes, *notes))
     return BenchResult(settings, model, workload, tuple(results), versions)
+
+
+async def _set_back(server: Server, policy: Mapping[str, Any]) -> tuple[str, ...]:
+    """Switch to the policy that the server had before. Return a note if it has failed: what was measured stays."""
+    try:
+        await server.switch_policy(policy)
+    except ConfigError as error:
+        return (f"the server's policy is not what it was ({error})",)
+    return ()
 
 
 def _split(policy: str, block: int, records: list[ProgramRecord], jobs: list[Job], warmup_s: float) -> BlockResult:

@@ -44,7 +44,7 @@ async def saturated_programs_per_s(
         server = Server(session, url)
         model = await server.first_model() if settings.model is None else settings.model
         if settings.policies:
-            await server.switch_policy(settings.policies[0])
+            await server.switch_policy({"name": settings.policies[0]})
             await server.reset()
         client = TurnClient(session, url, model, clock, settings.turn_timeout_s)
         first_s = clock.now_s() + warmup_s

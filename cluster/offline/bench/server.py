@@ -48,13 +48,25 @@ class Server:
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"--url: {self._url}/v1/models lists no model; name one with --model") from error
 
-    async def switch_policy(self, name: str) -> None:
-        """Switch the server to the policy ``name``.
+    async def policy(self) -> Mapping[str, Any]:
+        """Return the server's policy, for `switch_policy`.
+
+        Raises:
+            ConfigError: the server does not answer, or has no replica.
+        """
+        answer = await self._call("GET", "/admin/policy", "--policies")
+        try:
+            return dict(answer["replicas"][0])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(f"--policies: GET {self._url}/admin/policy names no replica's policy") from error
+
+    async def switch_policy(self, policy: Mapping[str, Any]) -> None:
+        """Switch the server to a policy: its ``name``, and more of the keys of the configuration's ``policy``.
 
         Raises:
             ConfigError: the server does not do it.
         """
-        await self._call("PUT", "/admin/policy", "--policies", {"name": name})
+        await self._call("PUT", "/admin/policy", "--policies", policy)
 
     async def reset(self) -> None:
         """Let the server end all holds and empty its prefix caches, once its last turns have ended.

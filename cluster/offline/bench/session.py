@@ -5,6 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cluster.core.errors import ConfigError
+from cluster.core.slo import Outcome
 from cluster.offline.bench.record import bench_lines, write
 from cluster.offline.bench.runner import run_bench
 from cluster.offline.bench.settings import BenchSettings
@@ -30,6 +32,9 @@ def run_in_terminal(
         plots: folder for SVG plots; None: they are not written.
         verbose: whether everything that was measured is printed.
         quiet: whether nothing is printed.
+
+    Raises:
+        ConfigError: the server cannot be reached, cannot switch to a policy, or served no turn.
     """
     console = Console(quiet=quiet)
     with RunProgress(settings.blocks, quiet=quiet) as progress:
@@ -45,3 +50,7 @@ def run_in_terminal(
 
         for path in write_plots(Runs(runs_of(bench_lines(result))), plots):
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    turns = [turn for block in result.blocks for program in (*block.warmup, *block.measured) for turn in program.turns]
+    if turns and not any(turn.outcome is Outcome.OK for turn in turns):
+        error = next((turn.error for turn in turns if turn.error is not None), "no turn ended in time")
+        raise ConfigError(f"--url: {settings.url} served no turn: {error}")

@@ -37,9 +37,10 @@ def _blocks_table(result: BenchResult) -> Table:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy in result.settings.policy_names:
         for number, summary in enumerate(by_block(result, policy), start=1):
-            ttft_s, jct_s, goodput = summary.distributions["ttft_s"], summary.distributions["jct_s"], summary.goodput
+            ttft_s, spent_s = (summary.distributions[name] for name in ("ttft_all_s", "completion_all_s"))
+            goodput = summary.goodput
             attained = None if goodput.attainment is None else 100 * goodput.attainment
-            values = (goodput.programs_per_s, attained, ttft_s.mean, jct_s.mean, jct_s.p95)
+            values = (goodput.programs_per_s, attained, ttft_s.mean, spent_s.mean, spent_s.p95)
             table.add_row(policy, str(number), *map(shown, values))
     return table
 

@@ -102,6 +102,12 @@ def demo(
             with RunProgress(BLOCKS) as progress:
                 result = asyncio.run(run_bench(settings, progress))
             print_report(result, console, verbose=verbose)
+            write_json_lines(result, out / "results.jsonl")
+            record, page = out / "record.jsonl", out / "report.html"
+            write(bench_lines(result), record)
+            runs = read([record])
+            page.write_text(render(runs), encoding="utf-8")
+            written = (*write_plots(runs, out), page)
             console.print("\nAnd whole programs in one request each, their tools run by the cluster:")
             if not sandboxed():
                 console.print("(bubblewrap is not installed here: the shell tool runs with limits, but no sandbox)")
@@ -111,12 +117,7 @@ def demo(
     except StartFailed as error:
         console.print(f"caesura demo: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    write_json_lines(result, out / "results.jsonl")
-    record, page = out / "record.jsonl", out / "report.html"
-    write(bench_lines(result), record)
-    runs = read([record])
-    page.write_text(render(runs), encoding="utf-8")
-    for path in (*write_plots(runs, out), page):
+    for path in written:
         console.print(f"Wrote {path}", markup=False, soft_wrap=True)
     console.print()
     for line in EXPLANATION:

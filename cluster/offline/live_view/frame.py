@@ -75,7 +75,8 @@ def _front(now: Now) -> Text:
     known = any(replica.decisions_per_s for replica in now.replicas)
     return Text(
         f"decisions  {_rate(decided if known else None)}/s at pauses, {_rate(now.placements_per_s)}/s placements"
-        f"   waiting at the front {now.waiting_at_front}, moves {now.moves}, refused {now.refusals}"
+        f"   waiting at the front {_count(now.waiting_at_front)}, moves {_count(now.moves)},"
+        f" refused {_count(now.refusals)}"
     )
 
 
@@ -158,6 +159,10 @@ def _programs(last: Look) -> list[RenderableType]:
 
 def _no_replicas(last: Look) -> str:
     return f"replicas are unknown: {last.errors.get('statistics', 'there are none')}"
+
+
+def _count(value: int | None) -> str:
+    return UNKNOWN if value is None else str(value)
 
 
 def _rate(value: float | None) -> str:

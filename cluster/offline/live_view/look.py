@@ -57,6 +57,11 @@ class Look:
         found = [value for (sample, its), value in self.samples.items() if sample == name and wanted <= set(its)]
         return sum(found) if found else None
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the server answered with its metrics."""
+        return "metrics" not in self.errors
+
     def replicas(self) -> list[Mapping[str, Any]]:
         """Return the statistics of each replica that reported them."""
         answer = self.answers.get("statistics")

@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.observing.catalogue import GOOD_REQUESTS, HTTP_REFUSALS, PROGRAM_ENDS, PROGRAMS, REQUESTS
+from cluster.observing.catalogue import (
+    GOOD_REQUESTS,
+    HTTP_REFUSALS,
+    PROGRAM_ENDS,
+    PROGRAM_MIGRATIONS,
+    PROGRAMS,
+    REQUESTS,
+    REQUESTS_REJECTED,
+    ROUTING_DECISIONS,
+    WAITING_TURNS,
+)
 from cluster.offline.bench.history import MemoryUse, integer
 from cluster.offline.live_view.look import Look
 
@@ -78,31 +88,33 @@ class Now:
 
     replicas: tuple[ReplicaNow, ...]
     goodput: GoodputNow
-    waiting_at_front: int
+    waiting_at_front: int | None
+    """Turns in the admission queues of all ingresses; None, here and below: there are no such metrics."""
     placements_per_s: float | None
-    moves: int
-    refusals: int
+    moves: int | None
+    refusals: int | None
     refused: tuple[RefusedNow, ...]
     """Refused requests by route and error, those with the most recent ones first."""
 
 
 def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
     """Compute the state at the last look. Decisions cover at least ``window_s``, goodput the time since the first."""
-    last, first = looks[-1], looks[0]
-    before = next((seen for seen in reversed(looks[:-1]) if last.at_s - seen.at_s >= window_s), first)
+    last = looks[-1]
+    first = next((seen for seen in looks if seen.has_metrics), last)
+    earlier_looks = [seen for seen in reversed(looks[:-1]) if last.at_s - seen.at_s >= window_s]
+    before = next(iter(earlier_looks), looks[0])
+    counted = next((seen for seen in earlier_looks if seen.has_metrics), first)
     earlier = {str(statistics.get("replica")): statistics for statistics in before.replicas()}
     seconds = last.at_s - before.at_s
-    routers = list(last.routers().values())
-    placed = [_placements(seen) for seen in (before, last)]
     return Now(
         replicas=tuple(
             _replica(statistics, earlier.get(str(statistics.get("replica"))), seconds) for statistics in last.replicas()
         ),
         goodput=_goodput(first, last),
-        waiting_at_front=sum(integer(view.get("waiting")) for view in routers),
-        placements_per_s=(placed[1] - placed[0]) / seconds if seconds > 0 else None,
-        moves=sum(integer(view.get("moves")) for view in routers),
-        refusals=sum(sum(map(integer, _mapping(view.get("refusals")).values())) for view in routers),
+        waiting_at_front=_whole(last.total(WAITING_TURNS.exported)),
+        placements_per_s=_rate(counted, last, ROUTING_DECISIONS.exported),
+        moves=_whole(last.total(PROGRAM_MIGRATIONS.exported)),
+        refusals=_whole(last.total(REQUESTS_REJECTED.exported)),
         refused=_refused(first, last),
     )
 
@@ -155,26 +167,26 @@ def _early(statistics: Mapping[str, Any], outcome: str) -> int:
     return integer(_mapping(statistics.get("early_prefill_tokens")).get(outcome))
 
 
-def _placements(seen: Look) -> int:
-    return sum(sum(map(integer, _mapping(view.get("placements")).values())) for view in seen.routers().values())
+def _whole(total: float | None) -> int | None:
+    return None if total is None else round(total)
+
+
+def _rate(first: Look, last: Look, name: str, **labels: str) -> float | None:
+    """Return how much a counter of all processes grew in a second; None: unknown. ``first`` has metrics."""
+    seconds, after = last.at_s - first.at_s, last.total(name, **labels)
+    if after is None or seconds <= 0:
+        return None
+    return max(0.0, after - (first.total(name, **labels) or 0.0)) / seconds
 
 
 def _goodput(first: Look, last: Look) -> GoodputNow:
-    seconds = last.at_s - first.at_s
-
-    def rate(name: str, **labels: str) -> float | None:
-        after = last.total(name, **labels)
-        if after is None or seconds <= 0:
-            return None
-        return max(0.0, after - (first.total(name, **labels) or 0.0)) / seconds
-
     return GoodputNow(
-        window_s=seconds,
-        programs=rate(PROGRAM_ENDS.exported, verdict="good"),
-        ended=rate(PROGRAM_ENDS.exported),
-        offered=rate(PROGRAMS.exported),
-        requests=rate(GOOD_REQUESTS.exported),
-        all_requests=rate(REQUESTS.exported),
+        window_s=last.at_s - first.at_s,
+        programs=_rate(first, last, PROGRAM_ENDS.exported, verdict="good"),
+        ended=_rate(first, last, PROGRAM_ENDS.exported),
+        offered=_rate(first, last, PROGRAMS.exported),
+        requests=_rate(first, last, GOOD_REQUESTS.exported),
+        all_requests=_rate(first, last, REQUESTS.exported),
     )
 
 

@@ -136,10 +136,13 @@ class Latency:
     label: str
     bound: str | None
     of: Callable[[ProgramLine], Iterable[float | None]]
+    """Its values of a program. None: it did not end; it counts in the share that no curve reaches."""
 
 
 LATENCIES = (
-    Latency("ttft_cdf", "TTFT of a turn, s", "ttft_s", lambda p: (t.ttft_s for t in p.turns if t.outcome == OK)),
+    Latency(
+        "ttft_cdf", "TTFT of a turn, s", "ttft_s", lambda p: [t.ttft_s if t.outcome == OK else None for t in p.turns]
+    ),
     Latency("completion_cdf", "completion without tools, s", None, lambda p: (p.jct_s,)),
     Latency("per_token_cdf", "seconds a token, without tools", "normalized_latency_s", lambda p: (p.norm_latency_s,)),
 )
@@ -153,21 +156,23 @@ def latency_plots(runs: Runs, rate: float) -> list[Markup]:
 def _latency_plot(runs: Runs, rate: float, latency: Latency) -> Markup:
     samples = {index: _samples(runs, rate, index, latency) for index in range(len(runs.columns))}
     bounds = _bounds(runs, rate, latency.bound)
-    x = logarithmic([*(value for values in samples.values() for value in values), *bounds.values()], latency.label)
+    x = logarithmic([*(value for values, _ in samples.values() for value in values), *bounds.values()], latency.label)
     y = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), "share of all")
     plot = Drawing(LATENCY_SIZE, x, y, f"{latency.label}: cumulative distribution")
     for bound in sorted(set(bounds.values())):
         plot.upright(bound, f"SLO {bound:.3g}")
     for index, name in enumerate(runs.columns.values()):
-        values = samples[index]
-        plot.line(steps(values), series_colour(index), title=f"{name}: {len(values)} values")
+        values, of = samples[index]
+        plot.line(steps(values, of), series_colour(index), title=f"{name}: {len(values)} of {of}")
     return plot.done()
 
 
-def _samples(runs: Runs, rate: float, index: int, latency: Latency) -> list[float]:
+def _samples(runs: Runs, rate: float, index: int, latency: Latency) -> tuple[list[float], int]:
+    """Return the known values in ascending order, and how many there would be if all had ended."""
     column = list(runs.columns)[index]
     programs = (program for run in runs.of(column, rate) for program in run.measured)
-    return sorted(value for program in programs for value in latency.of(program) if value is not None)
+    values = [value for program in programs for value in latency.of(program)]
+    return sorted(value for value in values if value is not None), len(values)
 
 
 def _bounds(runs: Runs, rate: float, key: str | None) -> Mapping[str, float]:
@@ -177,15 +182,15 @@ def _bounds(runs: Runs, rate: float, key: str | None) -> Mapping[str, float]:
     return {policy: bound for policy, bound in slos if bound is not None}
 
 
-def steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the points of the empirical distribution of ascending ``values``, thinned where they are dense."""
+def steps(values: Sequence[float], of: int) -> list[tuple[float, float]]:
+    """Return the points of the empirical distribution of ascending ``values`` among ``of``, thinned where dense."""
     count = len(values)
     stride = max(1, count // POINTS)
     tail = max(0, count - 2 * stride)
     chosen = sorted({*range(0, count, stride), *range(tail, count)})
     points: list[tuple[float, float]] = [(values[0], 0.0)] if values else []
     for index in chosen:
-        points += [(values[index], points[-1][1]), (values[index], (index + 1) / count)]
+        points += [(values[index], points[-1][1]), (values[index], (index + 1) / of)]
     return points
 
 

@@ -23,6 +23,8 @@ class Run:
     """Name of the file."""
     programs: list[ProgramLine] = field(default_factory=list)
     memory: list[MemoryLine] = field(default_factory=list)
+    variant: str = ""
+    """See `Column`."""
 
     @property
     def measured(self) -> Iterator[ProgramLine]:
@@ -38,6 +40,8 @@ class Column:
     policy: str
     router: str
     preset: str
+    variant: str = ""
+    """Its file, if another file has runs of the same with other settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Runs:
                 [column.policy]
                 + ([column.router] if len(routers) > 1 and column.router else [])
                 + ([column.preset] if len(presets) > 1 else [])
+                + ([column.variant] if column.variant else [])
             )
             for column in found
         }
@@ -76,7 +81,7 @@ class Runs:
 
 def column_of(run: Run) -> Column:
     """Return the column to which a run belongs."""
-    return Column(run.head.policy, run.head.router, run.head.preset)
+    return Column(run.head.policy, run.head.router, run.head.preset, run.variant)
 
 
 def read(paths: Iterable[Path]) -> Runs:
@@ -89,12 +94,25 @@ def read(paths: Iterable[Path]) -> Runs:
     if not runs:
         raise ConfigError("there is no run in these files")
     # A run may be in a record and in a summary. The record is used, because it contains more.
-    detailed = {_identity(run) for run in runs if run.programs}
-    return Runs([run for run in runs if run.programs or _identity(run) not in detailed])
+    detailed = {(_identity(run), run.head.command) for run in runs if run.programs}
+    kept = [run for run in runs if run.programs or (_identity(run), run.head.command) not in detailed]
+    _separate(kept)
+    return Runs(kept)
 
 
 def _identity(run: Run) -> tuple[object, ...]:
     return (column_of(run), run.head.rate, run.head.seed)
+
+
+def _separate(runs: Sequence[Run]) -> None:
+    """Name the file in the columns whose runs are not seeds of one comparison: files have the same seed of them."""
+    files: dict[tuple[object, ...], set[str]] = {}
+    for run in runs:
+        files.setdefault(_identity(run), set()).add(run.source)
+    several = {column for (column, *_), sources in files.items() if len(sources) > 1}
+    for run in runs:
+        if column_of(run) in several:
+            run.variant = run.source
 
 
 def runs_of(lines: Iterable[Line], source: str = "") -> list[Run]:
