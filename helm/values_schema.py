@@ -303,7 +303,9 @@ def _reach() -> dict[str, Schema]:
         "networkPolicy": closed(
             {
                 "enabled": FLAG,
-                **dict.fromkeys(("apiFrom", "metricsFrom", "operatorFrom", "dns", "extraEgress"), KUBERNETES_LIST),
+                **dict.fromkeys(("apiFrom", "metricsFrom", "operatorFrom", "extraEgress"), KUBERNETES_LIST),
+                # Kubernetes takes an empty list of peers for all peers.
+                "dns": {**KUBERNETES_LIST, "minItems": 1},
                 "dnsPorts": list_of(PORT, minItems=1),
                 "toolEgress": list_of(tool_egress),
                 "kubernetesApi": closed(

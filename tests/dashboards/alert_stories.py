@@ -49,8 +49,9 @@ def unnamed(rejected: int) -> Series:
     }
 
 
-def store_memory(used: int, of: int = 100) -> Series:
-    return {"store_used_bytes": f"{used}x60", "store_max_bytes": f"{of}x60"}
+def store_memory(used: int, of: int = 100, release: str = "a") -> Series:
+    labels = f'{{namespace="{release}"}}'
+    return {f"store_used_bytes{labels}": f"{used}x60", f"store_max_bytes{labels}": f"{of}x60"}
 
 
 def calls(ok: int) -> Series:
@@ -106,9 +107,16 @@ def replicas(up: str, least: int = 1, unplaced: int = 0) -> Series:
 def starts(*ended: bool) -> Series:
     """Replica processes that began at once; those that have ended did so after five minutes."""
     return {
-        f'replica_up{{model="m",state="up",WorkerId="{number}"}}': "1x5 stale" if over else "1x60"
+        f'replica_up{{model="m",state="up",process="{number}"}}': "1x5 stale" if over else "1x60"
         for number, over in enumerate(ended)
     }
+
+
+def moved(processes: int) -> Series:
+    """Replica processes that live, whose metrics come from another pod after five minutes."""
+    series = 'replica_up{{model="m",state="up",process="p{}",pod="{}"}}'
+    before = {series.format(number, "old"): "1x5 stale" for number in range(processes)}
+    return before | {series.format(number, "new"): "_x5 1x60" for number in range(processes)}
 
 
 def removals(number: int) -> Series:
@@ -156,6 +164,8 @@ STORIES = (
     # A model that needs no replica: it could not start when a turn came, or none came.
     Story("CaesuraNoReplicaUp", "40m", replicas("1x20 stale", 0, unplaced=3), replicas("1x20 stale", 0)),
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True, False), starts(True, True, False, False)),
+    # The head's pod, which has the metrics of all, was replaced.
+    Story("CaesuraReplicaCrashLoop", "20m", moved(3) | starts(True, True, True), moved(4)),
     # All are gone.
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),
     # The autoscaler removed some of those that ended.
@@ -172,6 +182,13 @@ STORIES = (
     Story("CaesuraRejectionRateHigh", "20m", unnamed(20), unnamed(0)),
     Story("CaesuraStoreDown", "10m", *gauge("store_up", 'component="router"', 0, 1)),
     Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(60)),
+    # Another release has a large one.
+    Story(
+        "CaesuraStoreNearlyFull",
+        "20m",
+        store_memory(80) | store_memory(100, of=1000, release="b"),
+        store_memory(60) | store_memory(600, of=1000, release="b"),
+    ),
     # Without a limit, it cannot be full.
     Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(80, of=0)),
     Story("CaesuraToolFailing", "30m", calls(ok=5), calls(ok=9)),

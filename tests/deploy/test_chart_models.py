@@ -38,6 +38,28 @@ def test_adapters_and_draft_models_are_downloaded_too() -> None:
     assert sorted(container["args"]) == ["Qwen/Qwen3-8B", "org/adapter", "org/draft", "org/eagle", "org/third"]
 
 
+def test_revisions_and_the_tokenizers_of_other_repositories_are_downloaded() -> None:
+    draft = {"method": "eagle3", "model": "org/eagle", "revision": "draft-1", "num_speculative_tokens": 2}
+    tokenizer = {"tokenizer": "org/words", "tokenizer_revision": "v3", "hf_config_path": "org/config"}
+    config = {
+        "engine": {"revision": "v2", "tokenizer": "org/words", "speculative_config": draft},
+        "models": {
+            "one": {"source": "org/one", "engine": tokenizer},
+            "two": {"source": "/models/two", "engine": {"revision": "v9"}},
+        },
+    }
+    job = of_kind(template({"config": config}, preset="gpu"), "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert sorted(container["args"]) == [
+        "Qwen/Qwen3-8B@v2",
+        "org/config (no weights)",
+        "org/eagle@draft-1",
+        "org/one",
+        "org/words (no weights)",
+        "org/words@v3 (no weights)",
+    ]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_both_clusters_of_an_upgrade_reach_the_models(preset: str) -> None:
     """The workers of the second cluster may be on another node, where a ReadWriteOnce volume is not mounted."""

@@ -54,16 +54,17 @@ def test_a_download_leaves_out_what_vllm_does_not_read(tmp_path: Path, monkeypat
     files = ["config.json", "model-00001-of-00002.safetensors", "original/consolidated.00.pth", "original/params.json"]
     fetched: dict[str, list[str]] = {}
 
-    def snapshot_download(model: str, ignore_patterns: list[str] | None = None) -> str:
-        fetched[model] = [
+    def snapshot_download(model: str, revision: str | None, ignore_patterns: list[str] | None = None) -> str:
+        fetched[model if revision is None else f"{model} at {revision}"] = [
             file for file in files if not any(fnmatch(file, pattern) for pattern in ignore_patterns or ())
         ]
         return f"/models/{model}"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     script = runpy.run_path(str(CHART / "files" / "download.py"))
-    script["main"](tmp_path / "done", ["org/a", "org/b"])
-    assert fetched == dict.fromkeys(("org/a", "org/b"), files[:2])
+    script["main"](tmp_path / "done", ["org/a", "org/b@v1", "org/c (no weights)", "org/d@v2 (no weights)"])
+    whole, small = files[:2], files[:1]
+    assert fetched == {"org/a": whole, "org/b at v1": whole, "org/c": small, "org/d at v2": small}
     assert (tmp_path / "done").exists()
 
 

@@ -95,7 +95,6 @@ def test_configuration_is_changed_in_place_but_for_the_keys_that_the_documentati
 
 TOLERATIONS = [{"key": "gpu", "operator": "Exists"}]
 IN_PLACE: dict[str, dict[str, Any]] = {
-    "service": {"service": {"type": "NodePort"}},
     "networking": {"ingress": {"enabled": True, "insecure": True}, "networkPolicy": {"enabled": False}},
     "monitoring": {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True}},
     "budgets": {"podDisruptionBudgets": {"enabled": False}},

@@ -419,6 +419,21 @@ REFUSED: dict[str, Refused] = {
     "KV on disk without a volume": Refused(
         {"config": {"replicas": {"disk_tier": {"path": "/kv/a", "bytes": 1 << 30}}}}, "needs kvVolume"
     ),
+    "a path of the chart": Refused(
+        {
+            "extraVolumes": [{"name": "w", "persistentVolumeClaim": {"claimName": "w"}}],
+            "extraVolumeMounts": [{"name": "w", "mountPath": "/models/"}],
+        },
+        "extraVolumeMounts: /models/ is a path of the chart",
+        "gpu",
+    ),
+    "a path twice": Refused(
+        {
+            "extraVolumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "a", "mountPath": "/x"}, {"name": "b", "mountPath": "/x"}],
+        },
+        "extraVolumeMounts: /x is a path of the chart, or stands there twice",
+    ),
     "a volume of the chart": Refused({"extraVolumes": [{"name": "keys", "emptyDir": {}}]}, "extraVolumes: keys"),
     "a mount without a volume": Refused(
         {"extraVolumeMounts": [{"name": "x", "mountPath": "/x"}]}, "extraVolumes has no volume x"
@@ -511,6 +526,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "a pool without a picker": Refused({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
     "no ports of DNS": Refused({"networkPolicy": {"dnsPorts": []}}, "networkPolicy.dnsPorts"),
+    "DNS of everybody": Refused({"networkPolicy": {"dns": []}}, "networkPolicy.dns"),
     "a controller without annotations of the chart": Refused({"ingress": {"controller": "traefik"}}, "controller"),
     "runbooks of a path": Refused({"monitoring": {"runbooksUrl": "docs/runbooks.md"}}, "monitoring.runbooksUrl"),
     # storage

@@ -165,13 +165,13 @@ REMOVED_WINDOW = "45m"
 def ended_replicas() -> str:
     """Return, by model, the number of replica processes that existed within `ENDED_WINDOW` and have ended.
 
-    Those that the autoscaler removed do not count. Each process has one series of this gauge, which ends with it. Ray
-    exports a counter until its node ends.
+    Those that the autoscaler removed do not count. A process has this gauge until it ends, in one series for each pod
+    that Prometheus has asked. Ray exports a counter until its node ends.
     """
-    state = 'state="up"'
-    seen = f"count by (model) (last_over_time({select(REPLICA_UP, state, over=ENDED_WINDOW)}))"
+    state, processes = 'state="up"', "count by (model) (group by (model, process) ({}))"
+    seen = processes.format(f"last_over_time({select(REPLICA_UP, state, over=ENDED_WINDOW)})")
     removed = f"sum by (model) (increase({select(REPLICAS_REMOVED, over=REMOVED_WINDOW)}))"
-    here = f"count by (model) ({select(REPLICA_UP, state)})"
+    here = processes.format(select(REPLICA_UP, state))
     return f"{seen}\n- ({here} or 0 * {seen})\n- (round({removed}) or 0 * {seen})"
 
 

@@ -343,8 +343,7 @@ CLUSTER_ALERTS = Group(
         ),
         Alert(
             "CaesuraStoreNearlyFull",
-            f"{total(m.STORE_USED_BYTES, by=(), aggregate='max')}"
-            f" / ({total(m.STORE_MAX_BYTES, by=(), aggregate='max')} > 0) > 0.7",
+            f"max({select(m.STORE_USED_BYTES)} / ({select(m.STORE_MAX_BYTES)} > 0)) > 0.7",
             "5m",
             Severity.TICKET,
             "Redis uses {{ $value | humanizePercentage }} of its memory",

@@ -152,8 +152,13 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if has .name $own }}{{ fail (printf "extraVolumes: %s is a volume of the chart, or stands there twice" .name) }}{{ end -}}
 {{- $own = append $own .name -}}
 {{- end -}}
+{{- $paths := list -}}
+{{- range fromYamlArray (include "caesura.mounts" (dict "root" (dict "Values" (omit .Values "extraVolumeMounts") "Chart" .Chart "Release" .Release "Capabilities" .Capabilities "Template" .Template) "isHead" false)) }}{{ $paths = append $paths .mountPath }}{{ end -}}
 {{- range .Values.extraVolumeMounts -}}
 {{- $mount := . -}}
+{{- $path := clean (default "" $mount.mountPath) -}}
+{{- if has $path $paths }}{{ fail (printf "extraVolumeMounts: %s is a path of the chart, or stands there twice" $mount.mountPath) }}{{ end -}}
+{{- $paths = append $paths $path -}}
 {{- $there := false -}}
 {{- range $.Values.extraVolumes }}{{ if eq .name $mount.name }}{{ $there = true }}{{ end }}{{ end -}}
 {{- if not $there }}{{ fail (printf "extraVolumeMounts: extraVolumes has no volume %s" .name) }}{{ end -}}

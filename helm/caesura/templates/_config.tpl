@@ -48,22 +48,32 @@
 {{- add (include "caesura.grace" . | int64) (int64 .Values.drain.replacementSeconds) -}}
 {{- end -}}
 
-{{- /* What the models load from a hub, one a line: their sources, LoRA adapters and draft models. */ -}}
+{{- /* What the models load from a hub, one a line, REPOSITORY or REPOSITORY@REVISION: their sources, LoRA adapters and
+draft models; with " (no weights)": tokenizers and configurations of other repositories. */ -}}
 {{- define "caesura.hubModels" -}}
 {{- $models := list (merge (dict "engine" (dig "engine" dict .Values.config)) (dig "model" dict .Values.config)) -}}
 {{- range $model := dig "models" dict .Values.config }}{{ $models = append $models $model }}{{ end -}}
 {{- $sources := list -}}
 {{- range $model := $models -}}
-{{- $sources = append $sources (dig "source" "tiny" $model) -}}
-{{- range $adapter := dig "adapters" dict $model }}{{ $sources = append $sources $adapter.path }}{{ end -}}
-{{- $speculative := dig "engine" "speculative_config" dict $model -}}
-{{- if kindIs "map" $speculative }}{{ $sources = append $sources (get $speculative "model") }}{{ end -}}
+{{- $engine := default dict $model.engine -}}
+{{- $sources = append $sources (list (dig "source" "tiny" $model) $engine.revision) -}}
+{{- range $adapter := dig "adapters" dict $model }}{{ $sources = append $sources (list $adapter.path) }}{{ end -}}
+{{- $speculative := $engine.speculative_config -}}
+{{- if kindIs "map" $speculative }}{{ $sources = append $sources (list $speculative.model $speculative.revision) }}{{ end -}}
+{{- $sources = append $sources (list $engine.tokenizer $engine.tokenizer_revision " (no weights)") -}}
+{{- $sources = append $sources (list $engine.hf_config_path $engine.revision " (no weights)") -}}
 {{- end -}}
-{{- range $source := $sources | compact | uniq -}}
+{{- $lines := list -}}
+{{- range $source := $sources -}}
+{{- $repository := default "" (first $source) -}}
 {{- /* The words are vLLM's, for methods without a draft model. */ -}}
-{{- if not (or (has $source (list "tiny" "ngram" "[ngram]" "suffix")) (regexMatch "^[/.~]" $source)) }}
-{{ $source }}
+{{- if not (or (has $repository (list "" "tiny" "ngram" "[ngram]" "suffix")) (regexMatch "^[/.~]" $repository)) -}}
+{{- $revision := index (append $source "") 1 -}}
+{{- $lines = append $lines (printf "%s%s%s" $repository (ternary (printf "@%v" $revision) "" (not (empty $revision))) (index (concat $source (list "" "")) 2)) -}}
 {{- end -}}
+{{- end -}}
+{{- range $line := $lines | uniq }}
+{{ $line }}
 {{- end -}}
 {{- end -}}
 

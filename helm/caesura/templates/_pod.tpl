@@ -174,6 +174,8 @@ seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
 - {name: HF_HOME, value: /models/huggingface}
 {{- if or $values.modelCache.readOnly $values.modelCache.download.enabled }}
 - {name: HF_HUB_OFFLINE, value: "1"}
+# Code that comes with a model is copied there, and HF_HOME is read-only.
+- {name: HF_MODULES_CACHE, value: /tmp/huggingface-modules}
 {{- end }}
 {{- end }}
 {{- end -}}
