@@ -60,6 +60,14 @@ def test_revisions_and_the_tokenizers_of_other_repositories_are_downloaded() -> 
     ]
 
 
+def test_code_of_models_has_a_folder_that_can_be_written() -> None:
+    for group in of_kind(template(preset="gpu"), "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        (folder,) = [one["value"] for one in container["env"] if one["name"] == "HF_MODULES_CACHE"]
+        (mount,) = [one for one in container["volumeMounts"] if folder.startswith(f"{one['mountPath']}/")]
+        assert mount["name"] == "tmp" and not mount.get("readOnly")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_both_clusters_of_an_upgrade_reach_the_models(preset: str) -> None:
     """The workers of the second cluster may be on another node, where a ReadWriteOnce volume is not mounted."""

@@ -63,3 +63,15 @@ def test_they_warn_of_an_ingress_that_cuts_off_turns(chart: Path) -> None:
     assert "WARNING: the Ingress has no annotations" in notes(chart, {"ingress": ingress})
     for more in ({"className": "nginx-internal"}, {"controller": "nginx"}, {"annotations": {"timeout": "1200"}}):
         assert "WARNING" not in notes(chart, {"ingress": {**ingress, **more}})
+
+
+def test_they_warn_of_models_that_nothing_can_load(chart: Path) -> None:
+    hub = {"config": {"model": {"source": "org/model"}, "engine": {"revision": "v2"}}}
+    warning = "WARNING: the NetworkPolicies let no pod reach a hub, and no volume has these models: org/model@v2.\n"
+    assert warning in notes(chart, hub)
+    for way in (
+        {"modelCache": {"enabled": True, "existingClaim": "weights"}},
+        {"networkPolicy": {"enabled": False}},
+        {"extraVolumes": [{"name": "weights", "persistentVolumeClaim": {"claimName": "weights"}}]},
+    ):
+        assert warning not in notes(chart, {**hub, **way})

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
+from ray.serve._private.config import DeploymentConfig
 from typer.testing import CliRunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -93,3 +94,13 @@ def test_the_main_group_is_the_first_that_keeps_every_token() -> None:
     assert both.blocks_of(1600) == 100 + 5
     assert both.tokens_in(100) == 1600
     assert groups_of(full, full).tokens_in(100) == 800
+
+
+@pytest.mark.parametrize(("configured", "asked_of_ray"), [(-1, -1), (0, 1), (7, 7)])
+def test_ray_takes_every_number_of_turns_that_may_wait(configured: int, asked_of_ray: int) -> None:
+    config = CaesuraConfig.model_validate({"replicas": {"max_queued_requests": configured}})
+    asked = llm_config_of(config).deployment_config["max_queued_requests"]
+    assert asked == asked_of_ray
+    assert DeploymentConfig(max_queued_requests=asked).max_queued_requests == asked_of_ray
+    with pytest.raises(ValidationError, match="max_queued_requests"):
+        DeploymentConfig(max_queued_requests=0)
