@@ -34,7 +34,7 @@ async def test_it_counts_what_is_served_while_each_program_that_ends_is_replaced
     workers = [program.split("-")[1] for program in cluster_double.seen]
     assert set(workers) == {"0", "1", "2"}
     assert all(workers.count(worker) > 1 for worker in workers), "a program that ends is followed by another"
-    assert cluster_double.admin == ["policy vllm", "reset"]
+    assert cluster_double.admin == ["policy vllm", "reset", "policy as configured"]
 
 
 async def test_a_server_that_serves_nothing_is_an_error(cluster_double) -> None:

@@ -22,8 +22,9 @@ async def saturated_programs_per_s(
 ) -> float:
     """Return the programs a second that the server serves while ``concurrency`` programs run at any time.
 
-    The policy is the first one of the settings. What is counted are turns; they are divided by the mean turns of a
-    program, so that a program that has not ended at the end of the measurement counts for what was served of it.
+    The policy is the first one of the settings; the server has its own again at the end. What is counted are turns;
+    they are divided by the mean turns of a program, so that a program that has not ended at the end of the measurement
+    counts for what was served of it.
 
     Args:
         settings: the server, the workload and the policies. Its rate, duration and blocks are not used.
@@ -43,6 +44,7 @@ async def saturated_programs_per_s(
     async with open_session() as session:
         server = Server(session, url)
         model = await server.first_model() if settings.model is None else settings.model
+        before = await server.policy() if settings.policies else None
         if settings.policies:
             await server.switch_policy({"name": settings.policies[0]})
             await server.reset()
@@ -63,7 +65,11 @@ async def saturated_programs_per_s(
                 records += await replay([job], client, clock, left_s, lambda _: None)
             return records
 
-        records = list(chain.from_iterable(await asyncio.gather(*map(one_after_another, range(concurrency)))))
+        try:
+            records = list(chain.from_iterable(await asyncio.gather(*map(one_after_another, range(concurrency)))))
+        finally:
+            if before is not None:
+                await server.switch_policy(before)
     turns = [turn for record in records for turn in record.turns]
     ends_s = [turn.last_token_s for turn in turns if turn.outcome is Outcome.OK and turn.last_token_s is not None]
     served = sum(first_s <= time_s < end_s for time_s in ends_s)
