@@ -52,11 +52,13 @@ class ClusterDouble:
         return web.json_response({"data": [{"id": "double"}]})
 
     async def policies(self, _: web.Request) -> web.Response:
-        return web.json_response({"replicas": [self.own_policy] * 2})
+        return web.json_response({"replicas": [{"replica": name, **self.own_policy} for name in "ab"]})
 
     async def policy(self, request: web.Request) -> web.Response:
         asked = await request.json()
         name = asked["name"]
+        if "replica" in asked:
+            return web.json_response({"error": {"message": "replica: Extra inputs are not permitted"}}, status=400)
         if name == "unknown":
             return web.json_response({"error": {"message": "unknown policy 'unknown'"}}, status=400)
         if asked == self.own_policy:

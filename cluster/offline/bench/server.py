@@ -56,8 +56,8 @@ class Server:
         """
         answer = await self._call("GET", "/admin/policy", "--policies")
         try:
-            return dict(answer["replicas"][0])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            return {key: value for key, value in answer["replicas"][0].items() if key != "replica"}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ConfigError(f"--policies: GET {self._url}/admin/policy names no replica's policy") from error
 
     async def switch_policy(self, policy: Mapping[str, Any]) -> None:
