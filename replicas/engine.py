@@ -56,7 +56,7 @@ class ReplicaEngine(VLLMEngine):
     """
 
     async def start(self) -> None:
-        """Load the model."""
+        """Start the engine's process, which loads the model, and put the client that knows of streams before it."""
         with shared_suspect() as self._suspect:
             await super().start()
         self._oai_serving_tokenization = self._app_state.serving_tokenization

@@ -87,7 +87,7 @@ Verdict = Compiled | Invalid | Exceeded
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What is compiled."""
+    """A grammar that a request asks for, as the arguments of xgrammar's compiler: its kind and its text."""
 
     kind: str
     spec: str

@@ -329,7 +329,7 @@ class TieredCache(TieringOffloadingManager):
         return bool(self._pending) or super().has_pending_work()
 
     def reset_cache(self) -> None:
-        """Empty both tiers."""
+        """Delete all copies on the host and on disk, and forget the loads from disk that are awaited."""
         self._pending.clear()
         super().reset_cache()
         self.disk.reset()

@@ -28,7 +28,7 @@ class SglangParameters(BaseModel):
     context length is the limit."""
 
     def build(self, cost: CostModel) -> Peer:
-        """Build the peer."""
+        """Return SGLang's scheduler. ``cost`` is not used: it orders and admits turns by tokens, not by time."""
         return Sglang(self)
 
 
