@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks import tables
 from benchmarks.results import REPORTED_AHEAD, simulated_command
-from benchmarks.tables import Call, calls_of, collect, keep_unfinished, restore, run_all, seeds_of
+from benchmarks.tables import Call, calls_of, collect, keep_unfinished, meaning, restore, run_all, seeds_of
 from cluster.core.registry import PEERS, POLICIES
 from cluster.offline.simulator.settings import BASELINES
 
@@ -128,6 +128,23 @@ def test_the_state_covers_all_that_a_simulation_imports() -> None:
     own = {name for name in own if not name.startswith(".") and not name.endswith("__init__.py")}
     assert "replicas/scheduler.py" in own
     assert {name for name in own if not name.startswith(tables.SIMULATED)} == {"cluster/cli.py"}
+
+
+def test_only_what_decides_a_result_changes_the_state(tmp_path: Path) -> None:
+    code = 'LIMIT = 1\n"""Of tokens."""\n\n\ndef size():\n    """Return it."""\n    return "text"\n'
+    path = tmp_path / "a.py"
+
+    def of(text: str) -> bytes:
+        path.write_text(text)
+        return meaning(path)
+
+    before = of(code)
+    assert of(code.replace("Of tokens", "In tokens").replace("Return it", "Give it") + "# a comment\n") == before
+    assert of(code.replace("1", "2")) != before
+    assert of(code.replace('"text"', '"other"')) != before
+    plan = tmp_path / "a.yaml"
+    plan.write_text("a: 1 # one\n")
+    assert meaning(plan) == b"a: 1 # one\n"
 
 
 def test_the_printed_command_keeps_the_parameters_of_a_policy() -> None:
