@@ -38,7 +38,10 @@ SIMULATED = (
         "cluster/core",
         "cluster/durations",
         "cluster/observing",
-        "cluster/offline",
+        "cluster/offline/bench",
+        "cluster/offline/commands",
+        "cluster/offline/report",
+        "cluster/offline/simulator",
     ),
     *("predictor_service", "replicas", "router"),
 )
