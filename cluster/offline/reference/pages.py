@@ -166,9 +166,11 @@ class _Reference:
             yield _sentence(description)
         yield self._table(section["properties"])
         for key, inner in section["properties"].items():
-            ref = inner.get("$ref")
-            if self._leads_on(inner) and ref not in self._places:
+            optional = self._section_in(inner) if "anyOf" in inner else None
+            if self._leads_on(inner) and inner.get("$ref") not in self._places:
                 yield from self._place(f"{path}.{key}", inner, depth + 1)
+            elif optional is not None and optional.get("$ref") not in self._places:
+                yield from self._of(f"{path}.{key}", optional, depth + 1, inner.get("description", ""))
         yield from self._parameters(path, section, depth + 1)
 
     def _parameters(self, path: str, section: Schema, depth: int) -> Iterator[str]:
