@@ -438,3 +438,7 @@ class Policy:
     """Whether a context is held for as long as its client asks, whatever the pause policy would decide."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""
+    ranks_running: bool = False
+    """Whether running turns have ranks, too: a step computes their prompts in this order, a waiting turn that ranks
+    before a running prompt is computed first, and the turn that ranks last is preempted. False: all of this is in the
+    order of admission, but prompts have ranks where ``is_late`` is set."""

@@ -2,7 +2,7 @@
 
 The policy is asked before a step about the waiting turn that is admitted next, if the step before could not give it
 memory although all holds that yield were evicted, or if the batch is full. Where a running turn lacks memory, vLLM
-preempts the last turn of its list, so a sheddable turn is moved there.
+preempts the last turn of its list, so a sheddable turn is moved there, or the turn that ranks last.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from itertools import chain
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
-from replicas.policy import PreemptionPolicy, RunningView, ShortageView
+from replicas.policy import PreemptionPolicy, RankKey, RunningView, ShortageView
 from replicas.turns import Turn
 from replicas.views import Views
 
@@ -62,6 +62,18 @@ class Preemption:
                 running.remove(one)
                 running.append(one)
                 return
+
+    def preempt_last(self, request: Request, running: list[Request], rank: Callable[[Request], RankKey]) -> None:
+        """Move the turn that ranks last to the end of vLLM's list, from where vLLM preempts.
+
+        Args:
+            request: the running turn that lacks memory. Only turns that the step has not scheduled yet are moved.
+            running: vLLM's list.
+            rank: returns the rank of a running turn.
+        """
+        if request.status is RequestStatus.RUNNING:
+            later = range(running.index(request), len(running))
+            running.append(running.pop(max(later, key=lambda place: (rank(running[place]), place))))
 
     def victims(
         self, head: Request, running: list[Request], policy: PreemptionPolicy, *, full: bool

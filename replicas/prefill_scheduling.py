@@ -51,7 +51,7 @@ def head_of(
 
 
 class PrefillScheduling:
-    """The order of one scheduler's prompts. vLLM's own order stays where the policy has no late prompts."""
+    """The order of one scheduler's prompts. vLLM's own order stays where the policy ranks no running prompts."""
 
     def __init__(self) -> None:
         self._late: frozenset[str] = frozenset()
@@ -72,6 +72,7 @@ class PrefillScheduling:
         running: list[Request],
         *,
         rank: Callable[[Request], RankKey],
+        ranked: bool,
         is_late: IsLate | None,
         tokens: int,
         yielding: Collection[str] = (),
@@ -81,6 +82,7 @@ class PrefillScheduling:
         Args:
             running: vLLM's list, which is sorted in place.
             rank: returns the rank of a running prompt.
+            ranked: whether prompts have ranks. False: the list stays as it is.
             is_late: whether prompts of a rank are late. None: no prompt is late.
             tokens: what the method `tokens` returns for these turns.
             yielding: ids of the turns that give their memory to others. Of the turns that generate, they come last, so
@@ -90,11 +92,11 @@ class PrefillScheduling:
             Whether the set of late prompts has changed.
         """
         # In most steps all turns generate, and none has to be looked at.
-        prompts = under_way(running) if is_late is not None and (tokens or self._late) else []
+        prompts = under_way(running) if ranked and (tokens or self._late) else []
         ranks = self._ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late
-        if prompts or (yielding and is_late is not None):
+        if prompts or (yielding and ranked):
             # Stable: turns that generate have equal ranks and stay in the order of their admission.
             running.sort(
                 key=lambda request: (

@@ -308,13 +308,17 @@ class AgentScheduler(LoadingScheduler):
     def _order_prefills(self) -> None:
         changed = self.prefill_scheduling.order(
             self.running,
-            rank=lambda request: self.policies.order.key(self.views.prefilling(request)),
+            rank=self._rank_running,
+            ranked=self.policies.ranks_running or self.policies.is_late is not None,
             is_late=self.policies.is_late,
             tokens=self.views.load.prefill_tokens,
             yielding=self.preemption.sheddable,
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
+
+    def _rank_running(self, request: Request) -> RankKey:
+        return self.policies.order.key(self.views.prefilling(request))
 
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
@@ -554,6 +558,8 @@ class AgentScheduler(LoadingScheduler):
         evicted = self.eviction.evict(request, lacking, self.policies, self.current_step)
         if not evicted and self.policies.preemption is not None:
             self.preemption.lacks(request, lacking, self.running, self.policies.preemption)
+        if not evicted and self.policies.ranks_running:
+            self.preemption.preempt_last(request, self.running, self._rank_running)
         return evicted
 
     def _keep(self, key: str, kept: int) -> int:

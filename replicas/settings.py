@@ -145,8 +145,9 @@ class SchedulerSettings(BaseModel):
 def build_policy(config: PolicyConfig) -> Policy:
     """Return the configured policy, with axes of other policies where the configuration mixes them.
 
-    ``is_late``, ``max_wait_s`` and ``guards_memory`` belong to the order, which defines what a rank means, and
-    ``evicts_ends`` and ``meets_requests`` to the pause, which knows its holds. The rest is that of the policy ``name``.
+    ``is_late``, ``ranks_running``, ``max_wait_s`` and ``guards_memory`` belong to the order, which defines what a rank
+    means, and ``evicts_ends`` and ``meets_requests`` to the pause, which knows its holds. The rest is that of the
+    policy ``name``.
     """
 
     def axes_of(name: str) -> Policy:
@@ -160,6 +161,7 @@ def build_policy(config: PolicyConfig) -> Policy:
         whole,
         order=ordering.order,
         is_late=ordering.is_late,
+        ranks_running=ordering.ranks_running,
         max_wait_s=ordering.max_wait_s,
         guards_memory=ordering.guards_memory,
         pause=pausing.pause,

@@ -5,13 +5,21 @@ wastes, M is left out: values are in token-seconds.
 """
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replicas.policies.baselines import FullBudget
 from replicas.policies.infercept import OriginalArrival
-from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, predicted, swap_limit_tokens
+from replicas.policies.waste import (
+    Handling,
+    LeastWaste,
+    Predicted,
+    iteration_s,
+    lost_share,
+    predicted,
+    swap_limit_tokens,
+)
 from replicas.policy import BudgetPolicy, KvPlace, LoadView, OrderPolicy, Policy, RankKey, TurnView
 
 
@@ -38,6 +46,15 @@ class AugserveParameters(BaseModel):
     quarter to three quarters of the largest."""
     beta_high: float = Field(1.0, gt=0)
     """No budget is above this part of the target."""
+    ranks_running: bool = True
+    """Whether the running queue is sorted, too (algorithm 1). false: its prompts are computed, and its turns are
+    preempted, in the order of admission."""
+    swap_waits: Literal["step", "running"] = "step"
+    """What waits for a transfer. `step`: N_max, the tokens of a step (eq. 6). `running`: the tokens of the running
+    turns, as in InferCept."""
+    evicts_ends: bool = True
+    """Whether a turn that lacks memory gets only the end of a preserved context. false: the whole context is
+    discarded."""
     cache_aware: bool = True
     """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
     context counts, as in the paper."""
@@ -52,8 +69,17 @@ class AugserveParameters(BaseModel):
         """Build the policy."""
         alpha = self.alpha_tokens if self.anti_starvation else 0.0
         budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()
-        order: OrderPolicy = TwoStage(alpha, self.cache_aware, budget) if self.two_stage else OriginalArrival()
-        return Policy("augserve", order, LeastWaste(Predicted(self.cache_aware)), budget, skips_swapped=True)
+        waits = budget if self.swap_waits == "step" else None
+        order: OrderPolicy = TwoStage(alpha, self.cache_aware, budget, waits) if self.two_stage else OriginalArrival()
+        return Policy(
+            "augserve",
+            order,
+            LeastWaste(Predicted(self.cache_aware, waits)),
+            budget,
+            ranks_running=self.ranks_running and self.two_stage,
+            skips_swapped=True,
+            evicts_ends=self.evicts_ends,
+        )
 
 
 def prefill_cost(prompt: float, step_tokens: float, step_s: float) -> float:
@@ -92,6 +118,8 @@ class TwoStage:
     cache_aware: bool
     budget: BudgetPolicy = field(default_factory=FullBudget)
     """N_max: the tokens of a step (section 4.4)."""
+    waits: BudgetPolicy | None = None
+    """N_max of eq. 6. None: the tokens of the running turns are used in its place."""
 
     @property
     def refresh_steps(self) -> None:
@@ -119,13 +147,15 @@ class TwoStage:
             if turn.kv is KvPlace.SWAPPED:
                 spent += prefill_cost(total, swap_limit_tokens(load), step_s)
             elif turn.kv is KvPlace.NONE:
-                spent += prefill_cost(total, step_tokens, step_s)
+                lost = lost_share(load) if self.cache_aware else 1.0
+                spent += lost * prefill_cost(total, step_tokens, step_s)
         call = self._call(load, tokens + round(output), max(0.0, turn.forecast.pause_s), step_s)
         return spent + decode_cost(tokens, output, step_s) + call
 
     def _call(self, load: LoadView, context: int, pause_s: float, step_s: float) -> float:
         """Return what the next call adds under its predicted handling (eq. 13-15, 23-25). It is 0 for a last turn."""
-        match predicted(load, context, load.running_tokens, pause_s, self.cache_aware).least:
+        batch = self.waits.tokens(load) if self.waits is not None else None
+        match predicted(load, context, load.running_tokens, pause_s, self.cache_aware, batch).least:
             case Handling.PRESERVE:
                 return api_cost(context, pause_s)
             case Handling.SWAP:

@@ -45,6 +45,9 @@ class InferceptParameters(BaseModel):
     cache_aware: bool = True
     """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
     context counts, as in the paper."""
+    evicts_ends: bool = True
+    """Whether a turn that lacks memory gets only the end of a preserved context, as much as it lacks (section 4.3: the
+    remaining context is preserved or discarded). false: the whole context is discarded."""
     handling: Literal["least_waste"] | FixedHandling = "least_waste"
     """How a pause is handled. All values but `least_waste` are the systems that the paper compares with: see
     `replicas.policies.infercept_baselines`."""
@@ -59,12 +62,16 @@ class InferceptParameters(BaseModel):
             judge = Fixed(self.handling, self.short_s, judge)
         budget: BudgetPolicy = SaturationBudget(self.saturation_tokens) if self.saturation_budget else FullBudget()
         pauses = LeastWaste(judge, self.review_steps)
-        return Policy("infercept", OriginalArrival(), pauses, budget, skips_swapped=True)
+        return Policy("infercept", OriginalArrival(), pauses, budget, skips_swapped=True, evicts_ends=self.evicts_ends)
+
+
+QUEUES = {KvPlace.HELD: 0.0, KvPlace.SWAPPED: 1.0, KvPlace.NONE: 2.0}
+"""The order of InferCept's queues, by the place of a turn's context."""
 
 
 class OriginalArrival:
-    """Section 4.3: orders swapped programs first, as their memory comes over the link, then the others, each by
-    arrival.
+    """Section 4.3: orders programs whose context was preserved first, which are in no waiting queue, then swapped ones,
+    as their memory comes over the link, and then the others, each by arrival.
     """
 
     @property
@@ -73,8 +80,8 @@ class OriginalArrival:
         return None
 
     def key(self, turn: TurnView) -> RankKey:
-        """Return the rank (0 if swapped, arrival of the program in seconds)."""
-        return (0.0 if turn.kv is KvPlace.SWAPPED else 1.0, turn.program.arrived_s)
+        """Return the rank (0 preserved, 1 swapped, 2 new, discarded or evicted; arrival of the program in seconds)."""
+        return (QUEUES[turn.kv], turn.program.arrived_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class MinWaste:
         added_s = chunks_added_s(cost, context, load.running, self.saturation_tokens or cost.saturation_tokens)
         waste = chunked_discard(cost.prefill_s(context), added_s, context, paused.other_tokens)
         swap_in_s = inf
-        if 0 < context <= load.facts.host_tokens and self.swap_out_share:
+        if paused.can_swap and self.swap_out_share:
             swap_in_s = max(0.0, cost.swap_s(context) / self.swap_out_share - paused.elapsed_s - step_s)
         return Wastes(
             preserve=preserve(pause_s, context),

@@ -33,14 +33,13 @@ class Fixed:
 
     def __call__(self, paused: Paused) -> Wastes:
         """Return the wastes in token-seconds."""
-        fits = 0 < paused.context_tokens <= paused.load.facts.host_tokens
         match self.handling:
             case "discard":
                 return Wastes(preserve=NEVER, discard=0.0, swap=inf)
             case "preserve":
                 return Wastes(preserve=0.0, discard=NEVER, swap=inf)
             case "swap":
-                return Wastes(preserve=NEVER, discard=1.0, swap=0.0 if fits else inf)
+                return Wastes(preserve=NEVER, discard=1.0, swap=0.0 if paused.can_swap else inf)
             case "heuristic" if paused.forecast_s <= self.short_s:
                 return Wastes(preserve=0.0, discard=NEVER, swap=inf)
         return replace(self.least(paused), preserve=NEVER)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replicas.policies.baselines import FullBudget
 from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, lost_share, predicted
 from replicas.policy import LoadView, Policy, RankKey, TurnView
 
@@ -23,6 +22,15 @@ class LampsParameters(BaseModel):
     """Number of steps that a turn of a scheduled program waits until the program moves to the head of the queue."""
     refresh_steps: int = Field(10, ge=1)
     """Number of steps between two rankings of all waiting turns."""
+    step_tokens: int | None = Field(384, ge=1)
+    """Tokens of a step at most, prompts and decodes together. The default is that of the authors' script. null: vLLM's
+    own limit."""
+    ranks_running: bool = True
+    """Whether running turns have ranks, too, as each iteration's batch is built from the ranked list. false: their
+    prompts are computed, and they are preempted, in the order of admission."""
+    evicts_ends: bool = True
+    """Whether a turn that lacks memory gets only the end of a preserved context. false: the whole context is
+    discarded."""
     cache_aware: bool = True
     """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
     context counts, as in the papers."""
@@ -33,7 +41,26 @@ class LampsParameters(BaseModel):
 
     def _policy(self, name: str, remaining: bool) -> Policy:
         order = MemoryOverTime(self.starvation_steps, self.refresh_steps, self.cache_aware, remaining)
-        return Policy(name, order, LeastWaste(Predicted(self.cache_aware)), FullBudget())
+        return Policy(
+            name,
+            order,
+            LeastWaste(Predicted(self.cache_aware)),
+            StepLimit(self.step_tokens),
+            ranks_running=self.ranks_running,
+            evicts_ends=self.evicts_ends,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """A constant limit of the tokens of a step, which no number of running turns exceeds."""
+
+    step_tokens: int | None
+    """None: vLLM's own limit."""
+
+    def tokens(self, load: LoadView) -> int:
+        """Return the limit, or the number of running turns if it is larger, at most vLLM's own limit."""
+        return min(load.facts.max_tokens, max(self.step_tokens or load.facts.max_tokens, load.running))
 
 
 class MarsParameters(LampsParameters):

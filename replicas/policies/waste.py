@@ -6,13 +6,14 @@ is in byte-seconds.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import Self
 
 from cluster.core.lifecycle.events import PauseReason
 from replicas.policy import (
+    BudgetPolicy,
     Claimant,
     Hold,
     HoldView,
@@ -106,11 +107,14 @@ class Wastes:
 
 
 def predicted(
-    load: LoadView, context_tokens: int, other_tokens: float, pause_s: float, cache_aware: bool = True
+    load: LoadView,
+    context_tokens: int,
+    other_tokens: float,
+    pause_s: float,
+    cache_aware: bool = True,
+    batch_tokens: float | None = None,
 ) -> Wastes:
     """Return the wastes of a pause that is only expected (LAMPS section 4.2, MARS step 1, AugServe eq. 4-6).
-
-    AugServe's eq. 6 has N_max where InferCept has C_batch. The running turns are what waits: C_batch is used for all.
 
     Args:
         load: the replica's load now.
@@ -118,12 +122,15 @@ def predicted(
         other_tokens: C_other.
         pause_s: T_pause, in seconds.
         cache_aware: whether only what the prefix cache will have lost counts. False is the papers' formula.
+        batch_tokens: what waits for a transfer. None: C_batch, which is C and C_other. AugServe's eq. 6 has N_max, the
+            tokens of a step.
     """
     cost = load.facts.cost
     lost = lost_share(load) if cache_aware else 1.0
     swapped = inf
     if 0 < context_tokens <= load.facts.host_tokens:
-        swapped = swap(cost.swap_s(context_tokens), context_tokens + other_tokens)
+        waiting = context_tokens + other_tokens if batch_tokens is None else batch_tokens
+        swapped = swap(cost.swap_s(context_tokens), waiting)
     return Wastes(
         preserve=preserve(pause_s, context_tokens),
         discard=lost * discard(cost.prefill_s(context_tokens), context_tokens, other_tokens),
@@ -145,6 +152,8 @@ class Paused:
     """Expected seconds of the whole pause."""
     hinted: bool
     """Whether ``forecast_s`` is the client's hint."""
+    host_room: bool = True
+    """Whether the host tier has the context or has room for it."""
 
     @classmethod
     def of(cls, view: PauseView | HoldView) -> Self:
@@ -153,8 +162,13 @@ class Paused:
         forecast_s, hinted = max(0.0, view.forecast.pause_s), view.forecast.pause_hinted
         if isinstance(view, PauseView):
             other = max(0, load.running_tokens - context)
-            return cls(load, context, other, view.now_s, forecast_s, hinted)
-        return cls(load, context, load.running_tokens, view.since_s, forecast_s, hinted)
+            return cls(load, context, other, view.now_s, forecast_s, hinted, view.host_room)
+        return cls(load, context, load.running_tokens, view.since_s, forecast_s, hinted, view.host_room)
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether the context can be swapped at all (InferCept section 4.1: at most the free CPU memory)."""
+        return self.host_room and 0 < self.context_tokens <= self.load.facts.host_tokens
 
     @property
     def elapsed_s(self) -> float:
@@ -228,8 +242,13 @@ class Predicted:
     """
 
     cache_aware: bool = True
+    step: BudgetPolicy | None = None
+    """N_max of AugServe's eq. 6. None: the running turns wait for a transfer, as in InferCept."""
 
     def __call__(self, paused: Paused) -> Wastes:
         """Return the wastes of eq. 1-3, in token-seconds."""
         pause_s = max(paused.forecast_s, paused.elapsed_s)
-        return predicted(paused.load, paused.context_tokens, paused.other_tokens, pause_s, self.cache_aware)
+        batch = self.step.tokens(paused.load) if self.step is not None else None
+        context, other = paused.context_tokens, paused.other_tokens
+        wastes = predicted(paused.load, context, other, pause_s, self.cache_aware, batch)
+        return wastes if paused.can_swap else replace(wastes, swap=inf)

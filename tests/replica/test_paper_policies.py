@@ -194,12 +194,21 @@ def test_a_context_that_is_always_preserved_is_held_for_longer_than_any_call() -
     assert held.until_s - 100.0 > 7 * 24 * 3600
 
 
-def test_infercept_resumes_swapped_programs_first_and_all_by_original_arrival() -> None:
+def test_infercept_resumes_preserved_and_then_swapped_programs_first_and_all_by_original_arrival() -> None:
     key = OriginalArrival().key
     old, young = begin("t/old", 1.0), begin("t/young", 2.0)
     assert key(turn(program=old, arrived_s=9.0)) < key(turn(program=young, arrived_s=8.0))
     assert key(turn(program=young, kv=KvPlace.SWAPPED)) < key(turn(program=old))
-    assert key(turn(program=young, kv=KvPlace.HELD)) > key(turn(program=old))
+    assert key(turn(program=young, kv=KvPlace.HELD)) < key(turn(program=old, kv=KvPlace.SWAPPED))
+
+
+@pytest.mark.parametrize("name", ["infercept", "lamps", "mars", "augserve"])
+def test_a_swap_needs_room_in_host_memory(name: str) -> None:
+    """InferCept section 4.1. 1000 tokens for 20 s cost 20,000, a discard 500 at most."""
+    told = replace(forecast(pause_s=20.0), pause_hinted=True)
+    paused = replace(pause(load(waiting=1, host_tokens=5000)), forecast=told)
+    assert not isinstance(policy(name).pause.decide(paused), Release)
+    assert isinstance(policy(name).pause.decide(replace(paused, host_room=False)), Release)
 
 
 @pytest.mark.parametrize(("running", "most", "tokens"), [(10, 1000, 100), (150, 1000, 150), (10, 64, 64), (0, 1, 1)])
@@ -242,6 +251,14 @@ def test_mars_counts_what_remains_and_lamps_the_whole_segment() -> None:
     resumed = turn(cached_tokens=900, kv=KvPlace.HELD, forecast=forecast(output=0.0, pause_s=0.0))
     assert MarsParameters().build().order.key(resumed)[1] == pytest.approx(0.01 * 950)
     assert LampsParameters().build().order.key(resumed)[1] == pytest.approx(0.1 * 500)
+
+
+@pytest.mark.parametrize("name", ["lamps", "mars"])
+def test_a_step_has_384_tokens_or_one_for_each_running_turn(name: str) -> None:
+    budget = policy(name).budget
+    assert [budget.tokens(load(running=running)) for running in (10, 500)] == [384, 500]
+    assert budget.tokens(load(max_tokens=64)) == 64
+    assert LampsParameters(step_tokens=None).build().budget.tokens(load()) == 1000
 
 
 @pytest.mark.parametrize("name", ["lamps", "mars"])
@@ -333,6 +350,24 @@ def test_augserve_stage_two(kv: KvPlace, back: float) -> None:
     """Returned 1.8, decode 1050 as before, and ½ · 800² / 1000 · 0.01 to have the context back (eq. 20-22)."""
     value = TwoStage(10.0, cache_aware=True).value(replace(SECOND, kv=kv, forecast=forecast(pause_s=0.0)))
     assert value == pytest.approx(1.8 + 1050 + back)
+
+
+def test_augserve_counts_of_a_released_context_what_the_cache_has_lost() -> None:
+    """Three quarters of the memory are in use, and nothing waits: 0.75 of eq. 17's 3.2."""
+    at = load(waiting=0, free_tokens=2500)
+    released = turn(at, context_tokens=800, last_served_s=95.0, forecast=forecast(pause_s=0.0))
+    assert TwoStage(10.0, cache_aware=True).value(released) == pytest.approx(1.8 + 1050 + 0.75 * 3.2)
+    assert TwoStage(10.0, cache_aware=False).value(released) == pytest.approx(1.8 + 1050 + 3.2)
+
+
+def test_augserve_eq_6_has_the_tokens_of_a_step() -> None:
+    """1100 tokens for 0.05 s cost 55. Their transfers of 11 ms cost 22 at 1000 tokens a step, and with 6100 running
+    tokens 134, so that the context stays.
+    """
+    at = load(host_tokens=5000, free_tokens=9000)
+    short = turn(at, forecast=forecast(pause_s=0.05))
+    orders = [AugserveParameters(swap_waits=waits).build().order for waits in ("step", "running")]  # type: ignore[arg-type]
+    assert [order.value(short) - 1055 for order in orders] == pytest.approx([6.05, 55])
 
 
 def test_augserve_final_value_adds_the_next_pause() -> None:

@@ -168,7 +168,9 @@ def test_a_prompt_before_the_waiting_turn_is_not_bounded(replica: Replica) -> No
     ranks: dict[str, RankKey] = {"first": (1.0,), "last": (3.0,)}
     running = [request("d", 1), request("last", 500), request("first", 60)]
     tokens = scheduling.tokens(running)
-    scheduling.order(running, rank=lambda one: ranks[one.request_id], is_late=lambda rank: False, tokens=tokens)
+    scheduling.order(
+        running, rank=lambda one: ranks[one.request_id], ranked=True, is_late=lambda rank: False, tokens=tokens
+    )
     assert [one.request_id for one in running] == ["d", "first", "last"]
     assert scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=7) == 0
     assert [one.next_decode_eligible_step for one in running] == [0, 0, 9]
@@ -182,6 +184,6 @@ def test_room_is_made_for_a_turn_that_was_not_admitted_in_every_other_step_only(
     running = [SimpleNamespace(request_id="a", num_tokens=500, num_computed_tokens=0, next_decode_eligible_step=0)]
     scheduling = PrefillScheduling()
     tokens = scheduling.tokens(running)
-    scheduling.order(running, rank=lambda one: (3.0,), is_late=lambda rank: False, tokens=tokens)
+    scheduling.order(running, rank=lambda one: (3.0,), ranked=True, is_late=lambda rank: False, tokens=tokens)
     bounds = [scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=step) for step in range(4)]
     assert bounds == [80, 0, 80, 0]
