@@ -132,7 +132,8 @@ def calls_of(plan: Mapping[str, Any], traces: Path, only: str, *, quick: bool) -
             rates = spec["rates"].split(",")[-1] if quick else spec["rates"]
             for policy in spec["policies"]:
                 named = ("--trace", str(trace_of(spec, traces)), "--rates", rates)
-                own = shlex.split(plan.get("parameters", {}).get(policy, ""))
+                parameters = {**plan.get("parameters", {}), **spec.get("parameters", {})}
+                own = shlex.split(parameters.get(policy, ""))
                 yield Call(name, policy, seed, (*named, "--policies", policy, "--seed", str(seed), *more, *own))
 
 

@@ -21,6 +21,7 @@ from cluster.core.lifecycle.machine import Phase
 from cluster.core.turn import unpack_ids
 from replicas.duration_sync import unpack_parts
 from replicas.early_prefill import EndReason
+from replicas.engine_costs import kv_bytes_per_token
 from replicas.hold_table import HoldOrigin
 from replicas.routing_view import routing_snapshot
 from replicas.scheduler import AgentScheduler
@@ -155,7 +156,8 @@ def _leave(scheduler: AgentScheduler) -> dict[str, Any]:
 def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
     """Return the replica's numbers: memory in blocks, tokens and bytes, queues, programs, and totals since start."""
     now_s, cache = scheduler.clock.now_s(), scheduler.swapping.cache
-    pool = scheduler.kv_cache_manager.block_pool
+    pool, layout = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config
+    ranks = scheduler.vllm_config.parallel_config.world_size
     waiting = (turn for turn in scheduler.turns.values() if turn.admitted_s is None)
     parser_failures = scheduler.tool_names.parser_failures if scheduler.tool_names else 0
     return {
@@ -184,7 +186,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "step_time_ratio": scheduler.pace.scale,
         "programs": len(scheduler.programs),
         "programs_completed": scheduler.programs.concluded,
-        "token_bytes": _kv_token_bytes(scheduler),
+        "token_bytes": kv_bytes_per_token(layout, ranks, scheduler.groups.tokens_in(layout.num_blocks)),
         "stored_tokens": cache.stored_chunks // cache.num_groups * cache.tokens_per_chunk if cache else 0,
         "fetched_tokens": cache.fetched_chunks // cache.num_groups * cache.tokens_per_chunk if cache else 0,
         **scheduler.early_prefill.numbers(),
@@ -363,13 +365,6 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "renew_kv": _renew_kv,
 }
 """Every operation of the side channel, by name."""
-
-
-def _kv_token_bytes(scheduler: AgentScheduler) -> float:
-    """Return the bytes of one token's KV, all ranks of the replica together."""
-    layout, parallel = scheduler.kv_cache_config, scheduler.vllm_config.parallel_config
-    rank_bytes = max((tensor.size for tensor in layout.kv_cache_tensors), default=0)  # all lie in one allocation
-    return float(rank_bytes * parallel.world_size / scheduler.groups.tokens_in(layout.num_blocks))
 
 
 install_utility(UTILITY, dispatch)

@@ -222,8 +222,8 @@ def cost_model(source: str) -> CostModel:
     return CostModel.load(Path(source)) if source.endswith(".json") else preset(source)
 
 
-def cost_model_for(config: CaesuraConfig) -> CostModel:
-    """Return a replica's cost model: the configured one, else the preset of its model and devices, else DEFAULT.
+def cost_model_for(config: CaesuraConfig) -> CostModel | None:
+    """Return a replica's cost model: the configured one, or on CPUs a preset. None: the engine has to find its own.
 
     Raises:
         ConfigError: the configured cost model cannot be loaded.
@@ -233,18 +233,19 @@ def cost_model_for(config: CaesuraConfig) -> CostModel:
             return cost_model(config.cost_model)
         except ConfigError as error:
             raise ConfigError(f"cost_model: {error}") from None
-    replicas = config.replicas
-    if replicas.accelerator == "cpu":
-        return TINY_CPU if config.model.source == TINY else preset(DEFAULT)
-    model_name = config.model.source.rpartition("/")[2].lower()
-    device = (replicas.accelerator_type or "").lower().removesuffix("g")  # Ray has A100-80G
-    ranks = replicas.tensor_parallel_size
-    for name, shape in MODELS.items():
-        if name in model_name and device in DEVICES:
-            ranked = replace(shape, tensor_parallel=ranks)
-            if shape.kv_heads % ranks == 0 and _capacity_tokens(ranked, DEVICES[device]) >= MIN_CAPACITY_TOKENS:
-                return preset(f"{name}/{device}" if ranked == shape else f"{name}/{device}x{ranks}")
-    return preset(DEFAULT)
+    if config.replicas.accelerator != "cpu":
+        return None
+    return TINY_CPU if config.model.source == TINY else preset(DEFAULT)
+
+
+def device_named(name: str) -> str | None:
+    """Return the device of a name that CUDA gives, such as ``h100`` for ``NVIDIA H100 80GB HBM3``. None: unknown."""
+    words = set(re.split(r"[\s-]+", name.lower()))
+    if "a100" in words:
+        return "a100-40" if "40gb" in words else "a100-80"
+    if "4090" in words:
+        return "rtx-4090"
+    return next((device for device in DEVICES if device in words), None)
 
 
 def preset(name: str, reached: Efficiency | None = None) -> CostModel:

@@ -58,6 +58,7 @@ from replicas.cached_prefix import CachedPrefixes, is_cached
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
+from replicas.engine_costs import costs_of_this_engine
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.gpu_time import GpuTimes
@@ -103,6 +104,10 @@ class AgentScheduler(LoadingScheduler):
         self.settings = SchedulerSettings.of(self.vllm_config.additional_config)
         cache = self.kv_cache_manager
         self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=cache.enable_caching)
+        if self.settings.finds_cost:
+            tokens = self.groups.tokens_in(self.kv_cache_config.num_blocks)
+            own = costs_of_this_engine(self.vllm_config, self.kv_cache_config, tokens)
+            self.settings = self.settings.model_copy(update={"cost": own})
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()

@@ -91,6 +91,8 @@ class SchedulerSettings(BaseModel):
     """The policy at start."""
     cost: CostModel = Field(default_factory=lambda: preset(DEFAULT))
     """The costs of steps and transfers on this replica's hardware."""
+    finds_cost: bool = False
+    """Whether the engine replaces ``cost`` by that of its model and device (`replicas.engine_costs`)."""
     slo: SloConfig = Field(default_factory=SloConfig)
     """The SLO of turns, by which policies decide."""
     tenant_slos: dict[str, SloConfig] = Field(default_factory=dict)
@@ -122,9 +124,11 @@ class SchedulerSettings(BaseModel):
         Raises:
             ConfigError: the cost model cannot be loaded.
         """
+        cost = cost_model_for(config)
         return cls(
             policy=config.policy,
-            cost=cost_model_for(config),
+            cost=cost or preset(DEFAULT),
+            finds_cost=cost is None,
             slo=config.slo,
             tenant_slos={tenant: config.slo_of(tenant) for tenant in config.tenants},
             limits=config.limits,

@@ -34,6 +34,8 @@ def test_each_policy_and_seed_of_a_table_is_a_call(traces: Path) -> None:
     assert {call.table for call in quick} == {"simulate_merge"}
     assert {call.arguments[3] for call in quick} == {"1.5x"}
     assert all(("augserve.target_tokens=512" in call.arguments) == (call.policy == "augserve") for call in calls)
+    own = {call.table for call in calls if "continuum.pins_yield=waiting" in call.arguments}
+    assert "simulate_merge" in own and "simulate_iso_bench" not in own, "parameters of one table"
     assert len({call.stored(traces) for call in (*calls, *quick)}) == len(calls) + len(quick)
     assert [call.seed for call in calls] == sorted(call.seed for call in calls), "all tables with a seed, then the next"
     assert seeds_of("", calls) == set(range(5)) and seeds_of("0,3", calls) == {0, 3}

@@ -27,10 +27,6 @@ def complaints(path: Path, text: str) -> list[str]:
     return str(refused.value).splitlines()
 
 
-def gpu(kind: str, **more: Any) -> dict[str, Any]:
-    return {"accelerator": "gpu", "accelerator_type": kind, **more}
-
-
 def test_a_cost_model_is_a_preset_or_a_file_beside_the_configuration(file: Path, tmp_path: Path) -> None:
     assert load_config(None, {}).cost_model is None
     assert load_config(None, {}, {"cost_model": "opt-13b/h800"}).cost_model == "opt-13b/h800"
@@ -67,33 +63,19 @@ def test_a_cost_model_file_that_is_none_is_told_by_its_key(file: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "expected", "finds"),
     [
-        ({}, "tiny/cpu"),
-        ({"model": {"source": "org/other"}}, "llama-3.1-8b/h100"),
-        ({"model": {"source": "facebook/opt-13b"}, "replicas": gpu("H200")}, "opt-13b/h200"),
-        (
-            {"model": {"source": "meta-llama/Llama-3.1-8B-Instruct"}, "replicas": gpu("A100-80G")},
-            "llama-3.1-8b/a100-80",
-        ),
-        ({"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100")}, "llama-3.1-8b/h100"),
-        (
-            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=4)},
-            "llama-3.1-70b/h100",
-        ),
-        (
-            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=8)},
-            "llama-3.1-70b/h100x8",
-        ),
-        (
-            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=3)},
-            "llama-3.1-8b/h100",
-        ),
-        ({"model": {"source": "org/opt-13b"}, "replicas": gpu("L4")}, "llama-3.1-8b/h100"),
+        ({}, "tiny/cpu", False),
+        ({"model": {"source": "org/other"}}, "llama-3.1-8b/h100", False),
+        ({"model": {"source": "org/other"}, "replicas": {"accelerator": "gpu"}}, "llama-3.1-8b/h100", True),
+        ({"cost_model": "opt-13b/h200", "replicas": {"accelerator": "gpu"}}, "opt-13b/h200", False),
     ],
 )
-def test_without_a_cost_model_the_preset_that_fits_is_taken(said: dict[str, Any], expected: str) -> None:
-    assert SchedulerSettings.for_replica(CaesuraConfig.model_validate(said)).cost.name == expected
+def test_without_a_cost_model_an_engine_on_a_gpu_finds_its_own(
+    said: dict[str, Any], expected: str, finds: bool
+) -> None:
+    settings = SchedulerSettings.for_replica(CaesuraConfig.model_validate(said))
+    assert (settings.cost.name, settings.finds_cost) == (expected, finds)
 
 
 def test_a_replica_is_told_all_that_its_scheduler_decides_by() -> None:
