@@ -65,7 +65,10 @@ def simulate(
     slo_per_turn_x: Annotated[
         float | None, typer.Option(help="Bound of a long prompt: x times its time alone, if this is more.")
     ] = None,
-    slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
+    slo_norm_x: Annotated[
+        float,
+        typer.Option(help="Bound: iteration times per token, without tools. It is measured; policies do not get it."),
+    ] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Give lengths and durations. Default: as the papers.")] = None,
     forecasts: Annotated[
         str | None,

@@ -362,9 +362,9 @@ class SimulationSettings:
         return Reports.ENDS if known and self.reports == Reports.NOTHING else Reports(self.reports)
 
     def slo(self) -> SloConfig:
-        """Return the SLO that policies and routers get."""
-        bounds = self._bounds(_seconds("--policy-slo-ttft", self.policy_slo_ttft or self.slo_ttft))
-        return SloConfig(**asdict(bounds))
+        """Return the SLO that policies and routers get: what an operator configures, without the bound per token."""
+        ttft_s = _seconds("--policy-slo-ttft", self.policy_slo_ttft or self.slo_ttft)
+        return SloConfig(ttft_s=ttft_s, slowdown=self.slo_per_turn_x)
 
     def goodput_slo(self) -> Slo:
         """Return the SLO by which results are measured."""
