@@ -237,8 +237,8 @@ class CaesuraConfig(Section):
     """SLO bounds for all models and tenants. Entries of `models` and `tenants` can override single bounds."""
     cost_model: str | None = Field(None, min_length=1)
     """Costs of a replica's steps, which policies use: a preset such as opt-13b/h800, or the path of a .json file that
-    `caesura profile` wrote. null: on a GPU, each engine computes them from its model's configuration and the name of its
-    device; on a CPU they are those of the built-in model, or else of Llama 8B on an H100."""
+    `caesura profile` wrote. null: on a GPU, each engine computes them from its model's configuration and the name of
+    the device; on a CPU they are those of the built-in model, or else of Llama 8B on an H100."""
     redis: RedisConfig = Field(default_factory=RedisConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -1,7 +1,7 @@
 """The settings of one call of `caesura simulate`. All values are checked here, and an error names the flag."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
