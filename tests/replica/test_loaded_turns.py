@@ -112,6 +112,29 @@ def test_one_of_several_loaded_turns_goes_on(engine: VirtualEngine) -> None:
     assert not engine.scheduler.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["beside another turn", "alone"])
+def test_a_loaded_turn_lacks_what_it_does_not_own(
+    model: Path, is_async: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It owns 25 of its 30 blocks, and 3 are free. The watermark counts only while another turn runs, as in vLLM."""
+    engine, scheduler = make_engine(model, is_async, "vllm")
+    swapped_out(engine, "a", 25)
+    scheduler.kv_cache_manager.watermark_blocks, pool = 2, scheduler.kv_cache_manager.block_pool
+    if not alone:
+        submit(engine, "d", 1, 10, output=12)
+        steps(engine, 2)
+    submit(engine, "a", 2, 30)
+    engine.step()  # its 25 blocks are allocated, and being loaded
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    lacking: list[int] = []
+    monkeypatch.setattr(scheduler.eviction, "evict", lambda one, lacks, *rest: lacking.append(lacks))
+    steps(engine, 3)
+    assert set(lacking) == {2 if alone else 4}
+    pool.free_blocks(taken)
+    steps(engine, 40)
+    assert not scheduler.has_unfinished_requests()
+
+
 def test_no_room_is_made_for_a_turn_while_it_loads(model: Path, is_async: bool) -> None:
     """Steps have 100 tokens, of which a generating turn gets one. A prompt that has begun gets the rest of each."""
     engine, scheduler = make_engine(model, is_async, "caesura")
