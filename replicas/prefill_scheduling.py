@@ -6,8 +6,9 @@ first, with one token each, and then prompts by their rank. A waiting turn that 
 free.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
@@ -15,6 +16,10 @@ from vllm.v1.request import Request
 from replicas.cached_prefix import leading_blocks
 from replicas.policy import IsLate, RankKey
 from replicas.waiting_queue import Ranked
+
+NOBODY: Mapping[str, bool] = MappingProxyType({})
+PLACES = {False: -1, None: 0, True: 1}
+"""Place of a turn that generates, by what is known of its memory (see `PrefillScheduling.order`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class PrefillScheduling:
         rank: Callable[[Request], RankKey],
         is_late: IsLate | None,
         tokens: int,
-        yielding: Collection[str] = (),
+        yielding: Mapping[str, bool] = NOBODY,
     ) -> bool:
         """Sort ``running`` before a step: turns that generate, then prompts by their rank.
 
@@ -83,8 +88,9 @@ class PrefillScheduling:
             rank: returns the rank of a running prompt.
             is_late: whether prompts of a rank are late. None: no prompt is late.
             tokens: what the method `tokens` returns for these turns.
-            yielding: ids of the turns that give their memory to others. Of the turns that generate, they come last, so
-                that they can be preempted when another one lacks memory.
+            yielding: by request id, whether a turn gives its memory to others (True), or to nobody (False). Of the
+                turns that generate, the former come last, so that they are preempted when another one lacks memory, and
+                the latter come first.
 
         Returns:
             Whether the set of late prompts has changed.
@@ -100,7 +106,7 @@ class PrefillScheduling:
                 key=lambda request: (
                     (2, found)
                     if (found := ranks.get(request.request_id)) is not None
-                    else (int(request.request_id in yielding), ())
+                    else (PLACES[yielding.get(request.request_id)], ())
                 )
             )
         return changed

@@ -311,7 +311,7 @@ class AgentScheduler(LoadingScheduler):
             rank=lambda request: self.policies.order.key(self.views.prefilling(request)),
             is_late=self.policies.is_late,
             tokens=self.views.load.prefill_tokens,
-            yielding=self.preemption.sheddable,
+            yielding=self.preemption.yielding(self.running, self.policies.preemption),
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
