@@ -2,8 +2,8 @@
 
 vLLM gives a step's tokens to the running turns in the order of their admission, and the rest to waiting turns. A long
 prompt that has begun blocks all others until it is computed (head-of-line blocking). Here turns that generate come
-first, with one token each, and then prompts by their rank. A waiting turn that ranks before them has its tokens left
-free.
+first, with one token and their drafted ones each, and then prompts by their rank. A waiting turn that ranks before them
+has its tokens left free.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -135,7 +135,7 @@ class PrefillScheduling:
         after = [request for request in running if self._ranks.get(request.request_id, ()) > first.rank]
         if not after:
             return 0
-        before = [missing_tokens(request) for request in running[: len(running) - len(after)]]
+        before = [scheduled_tokens(request) for request in running[: len(running) - len(after)]]
         left = budget - sum(before) - first.tokens
         self._sat_out = left < max([first.tokens, *before])  # the bound would be theirs, too
         if self._sat_out and sat_out:
@@ -165,3 +165,11 @@ def missing_tokens(request: Request) -> int:
 def scheduled_tokens(request: Request) -> int:
     """Return how many tokens vLLM schedules for a running turn in a step without a bound, drafted ones included."""
     return max(0, int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens))
+
+
+def drafted_tokens(running: Iterable[Request]) -> int:
+    """Return how many tokens the turns that generate take in a step, beside one for each.
+
+    Policies count one token for each. In a step without these tokens, the turns admitted last would get none.
+    """
+    return sum(max(0, scheduled_tokens(request) - 1) for request in running if missing_tokens(request) <= 1)

@@ -67,7 +67,7 @@ from replicas.kv_groups import KvGroups
 from replicas.lifecycle_actions import LifecycleActions
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, Release, ReplicaFacts, Swap
 from replicas.preemption import Preemption
-from replicas.prefill_scheduling import Head, PrefillScheduling, head_of
+from replicas.prefill_scheduling import Head, PrefillScheduling, drafted_tokens, head_of
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
@@ -251,7 +251,8 @@ class AgentScheduler(LoadingScheduler):
             queue.refresh(self.policies.order.refresh_steps, changed)
         budget, room = self.facts.max_tokens, 0
         if self.scheduler_config.enable_chunked_prefill:  # else vLLM never admits a prompt that is above the budget
-            budget = min(max(1, self.policies.budget.tokens(self.views.load)), budget)
+            drafts = drafted_tokens(self.running) if self.num_spec_tokens else 0
+            budget = min(max(1, self.policies.budget.tokens(self.views.load)) + drafts, budget)
             room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.max_num_scheduled_tokens = budget
         self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
