@@ -255,7 +255,7 @@ class AgentScheduler(LoadingScheduler):
             budget = min(max(1, self.policies.budget.tokens(self.views.load)) + drafts, budget)
             room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.max_num_scheduled_tokens = budget
-        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
+        self.scheduler_config.long_prefill_token_threshold = min(filter(None, (room, self._prompt_tokens)), default=0)
         early = self._pause_state is PauseState.UNPAUSED and self.early_prefill.begin(self.views.load, self.running)
         self.max_num_scheduled_tokens = min(self.facts.max_tokens, early or self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(throttle_prefills)

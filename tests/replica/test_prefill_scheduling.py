@@ -129,6 +129,18 @@ def test_the_limit_of_a_prompt_that_the_operator_chose_stays(replica: Replica) -
     assert p.step() == {long: 50, other: 20}
 
 
+def test_room_for_a_waiting_turn_raises_no_limit_that_the_operator_chose(replica: Replica) -> None:
+    """Of 100 tokens, 80 would be left to the prompt beside `b`."""
+    p = programs(replica)
+    long = p.arrive("a", 3000)
+    p.step()
+    p.scheduler._prompt_tokens = 60
+    short = p.arrive("b", 20, output=5)
+    assert p.step() == {long: 60, short: 20}
+    p.arrive("c", 45, output=5)
+    assert p.step()[long] == 100 - 1 - 45, "less is left than the limit"
+
+
 @SYNC_AND_ASYNC
 def test_all_that_is_put_off_ends(replica: Replica, asynchronous: bool) -> None:
     """One turn after the other comes in time, for as long as the late prompt needs."""
