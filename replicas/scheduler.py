@@ -372,6 +372,7 @@ class AgentScheduler(LoadingScheduler):
 
     def _arrive(self, request: Request, turn: Turn, key: str) -> None:
         before = self.programs.get(key)
+        turn.resumes = before is not None and before.last_served_s is not None
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
         if compacted := before is not None and before.active == 0:
             compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
@@ -416,16 +417,15 @@ class AgentScheduler(LoadingScheduler):
             if turn.key is not None:
                 turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
                 # The KV of a first turn was written by another replica.
-                self.counters["arrived_with_kv"] += bool(turn.disk_tokens) and self.programs[turn.key].turns == 1
+                self.counters["arrived_with_kv"] += bool(turn.disk_tokens) and not turn.resumes
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
-                program = self.programs[turn.key]
-                if program.turns > 1 and program.phase is not Phase.RESUMING:
+                if turn.resumes and self.programs[turn.key].phase is not Phase.RESUMING:
                     self.lost_queue.observe(turn.waited_s)
                 self.apply(turn.key, Admitted(now_s))
         else:
             self.swapping.resumes(turn.key)
-        if turn.key is not None and (preempted or (first and self.programs[turn.key].turns > 1)):
+        if turn.key is not None and (preempted or (first and turn.resumes)):
             self.programs.waited(turn.key, self.current_step - turn.queued_step)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
