@@ -62,7 +62,7 @@ from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.gpu_time import GpuTimes
 from replicas.hold_reviews import HoldReviews, decide
-from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
+from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.kv_groups import KvGroups
 from replicas.lifecycle_actions import LifecycleActions
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, Release, ReplicaFacts, Swap
@@ -70,7 +70,7 @@ from replicas.preemption import Preemption
 from replicas.prefill_scheduling import Head, PrefillScheduling, drafted_tokens, head_of
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
-from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
+from replicas.rewritten_context import ReturningOutputs, computed_tokens
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.single_flight import SingleFlight
 from replicas.stats import Stats
@@ -204,6 +204,9 @@ class AgentScheduler(LoadingScheduler):
             duration_changes=self.duration_changes,
             forecaster=self.forecaster,
             stats=self.stats,
+            counters=self.counters,
+            block_tokens=self.block_size,
+            prefixes_stay=self.groups.prefixes_stay,
             rerank=self._rerank_later,
         )
         self.crash_attribution = CrashAttribution(self.requests)
@@ -213,7 +216,7 @@ class AgentScheduler(LoadingScheduler):
             program_of=lambda request: self.turns[request.request_id].key,
             anything_runs=lambda: self.anything_runs,
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
-            trim=self._trim if self.groups.prefixes_stay else None,
+            trim=self.lifecycle.trim if self.groups.prefixes_stay else None,
             note=self.gpu_times.evicted,
         )
         self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
@@ -375,7 +378,7 @@ class AgentScheduler(LoadingScheduler):
         turn.resumes = before is not None and before.last_served_s is not None
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
         if compacted := before is not None and before.active == 0:
-            compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
+            compacted = not self.lifecycle.keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
                 new = max(0, request.num_tokens - before.context_tokens)
                 turn.bind(self.settings.bounds_of(turn.identity), self.facts.alone_s(new, before.context_tokens))
@@ -386,26 +389,6 @@ class AgentScheduler(LoadingScheduler):
         self.swapping.arrives(request, key, turn.forecast)
         ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self.views.missing_tokens(request), turn.forecast)
         self.trees.turn_arrived(key, request.request_id, ahead, None if before else turn.identity.parent_key)
-
-    def _keeps_prompt(self, request: Request, key: str) -> bool:
-        """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
-        if not self.groups.prefixes_stay:
-            return True
-        keeps = self.returning_outputs.resumes(key, request.block_hashes)
-        if (held := self.holds.get(key)) is not None:
-            self.early_prefill.resumes(key, request.block_hashes)
-            self._release_superseded(request, key, held)
-        return keeps
-
-    def _release_superseded(self, request: Request, key: str, held: HeldBlocks[KVCacheBlock]) -> None:
-        kept = matching_blocks(held.blocks, request.block_hashes)
-        if kept == len(held.blocks):
-            return
-        self.counters["superseded_blocks"] += len(held.blocks) - kept
-        if kept == 0:
-            self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
-        else:
-            self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns.get(request.request_id)
@@ -544,11 +527,6 @@ class AgentScheduler(LoadingScheduler):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
-        """Evict all but the leading blocks of a hold."""
-        self.counters["evicted_blocks"] += self._keep(key, kept)
-        self.lifecycle.rerank_turns(key, reason)
-
     def _evict(self, request: Request, lacking: int) -> bool:
         if request.request_id not in self.turns:
             return False
@@ -556,11 +534,6 @@ class AgentScheduler(LoadingScheduler):
         if not evicted and self.policies.preemption is not None:
             self.preemption.lacks(request, lacking, self.running, self.policies.preemption)
         return evicted
-
-    def _keep(self, key: str, kept: int) -> int:
-        self.stats.hold_changes(key)
-        self.early_prefill.trimmed(key, kept * self.block_size)
-        return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""

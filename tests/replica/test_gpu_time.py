@@ -108,7 +108,7 @@ def test_the_parts_of_a_hold_that_is_trimmed_are_counted_each_with_its_time(pric
     p = priced("continuum", default_ttl_s=100.0)
     p.turn("a", 159)
     p.clock.advance(2.0)
-    p.scheduler._keep("default/a", 4)
+    p.scheduler.lifecycle.keep("default/a", 4)
     p.clock.advance(5.0)
     p.turn("a", 20, last=True)
     assert p.of("a").held_s == pytest.approx((159 * 2.0 + 64 * 5.0) / CAPACITY_TOKENS)
