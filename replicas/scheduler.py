@@ -53,6 +53,7 @@ from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.durations.table import DurationTable
+from replicas.adapter_slots import AdapterSlots
 from replicas.bills import Bills
 from replicas.cached_prefix import CachedPrefixes, is_cached
 from replicas.crash_attribution import CrashAttribution
@@ -86,7 +87,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue, first_admissible
+from replicas.waiting_queue import EQUAL, LAST, LOADED, Ranked, RankedQueue, first_admissible
 
 
 class AgentScheduler(LoadingScheduler):
@@ -164,6 +165,12 @@ class AgentScheduler(LoadingScheduler):
             bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
+        self.adapters = AdapterSlots(
+            most=lambda: self.lora_config.max_loras if self.lora_config else 0,
+            running=lambda: self.running,
+            turns=self.turns,
+            view=self.views.waiting,
+        )
         self.reports, self.bills = TurnReports(), Bills()
         self.gpu_times = GpuTimes(
             facts=lambda: self.facts,
@@ -245,6 +252,8 @@ class AgentScheduler(LoadingScheduler):
         self.expire_holds(self._now_s())
         self.swapping.step()
         self.views.load = self.load_now()
+        if self.lora_config:
+            self.adapters.step_begins(self.waiting_queues, self.policies.max_wait_s)
         if self.preemption.sheddable and self.may_preempt:
             self._preempt_sheddable()
         self._order_prefills()
@@ -304,7 +313,7 @@ class AgentScheduler(LoadingScheduler):
         )
 
     def _preempt_sheddable(self) -> None:
-        policy, first = self.policies.preemption, first_admissible(self.waiting_queues)
+        policy, first = self.policies.preemption, self._first()
         if policy is not None and first is not None:
             self.preempt(self.preemption.victims(first.request, self.running, policy, full=self.is_full))
             self.views.load = self.load_now()
@@ -320,9 +329,13 @@ class AgentScheduler(LoadingScheduler):
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
 
+    def _first(self) -> Ranked | None:
+        """Return the waiting turn that is admitted next of those that can be."""
+        return first_admissible(self.waiting_queues, self.adapters.blocks if self.lora_config else None)
+
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
-        if (first := first_admissible(self.waiting_queues)) is None:
+        if (first := self._first()) is None:
             return None
         self.consider(first.request)
         cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
@@ -345,7 +358,13 @@ class AgentScheduler(LoadingScheduler):
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
 
     def consider(self, request: Request) -> None:
-        """Let vLLM skip the turn that it would admit next, if it should wait for memory or for another one's blocks."""
+        """Let vLLM skip the turn that it would admit next, if it should wait.
+
+        It waits for memory, for another one's blocks, or for a slot of its adapter.
+        """
+        if self.lora_config and self.adapters.blocks(request):
+            self.single_flight.skip(request)
+            return
         passes = self.policies.skips_swapped and self.running and self.views.is_swapped(request)
         if passes and self.views.missing_tokens(request) > self.load_now().free_tokens:
             self.single_flight.skip(request)
