@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
 from cluster.core.program import ProgramIdentity
+from replicas.control import dispatch, snapshot
 from replicas.host_tier import kv_transfer_config
 from replicas.policy import RankKey, TurnView
 from replicas.scheduler import AgentScheduler
@@ -133,6 +134,36 @@ def test_a_loaded_turn_lacks_what_it_does_not_own(
     pool.free_blocks(taken)
     steps(engine, 40)
     assert not scheduler.has_unfinished_requests()
+
+
+def test_a_reset_that_is_refused_changes_nothing(model: Path, is_async: bool) -> None:
+    """The host has the context of `a`, and that of `c` is held."""
+    engine, scheduler = make_engine(model, is_async, "caesura")
+    swapped_out(engine, "a", 20)
+    submit(engine, "c", 1, 5)
+    steps(engine, 5)
+    held, stored = len(scheduler.holds), snapshot(scheduler)["host_used_tokens"]
+    assert held and stored
+    running = submit(engine, "d", 1, 3, output=10)
+    steps(engine, 2)
+    assert dispatch(scheduler, "reset", {}) == {"reset": False, "reason": "turns that use the cache: 1"}
+    assert (len(scheduler.holds), snapshot(scheduler)["host_used_tokens"] >= stored) == (held, True)
+    scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
+    steps(engine, 5)
+    waiting = submit(engine, "e", 1, 3)
+    assert dispatch(scheduler, "reset", {}) == {"reset": True}, "a turn that waits has no memory"
+    assert (len(scheduler.holds), snapshot(scheduler)["host_used_tokens"]) == (0, 0)
+    assert waiting in steps(engine, 5)
+
+
+def test_a_reset_while_a_turn_loads_is_refused(model: Path, is_async: bool) -> None:
+    engine, scheduler = make_engine(model, is_async, "caesura")
+    swapped_out(engine, "a", 20)
+    resumed = submit(engine, "a", 2, 22)
+    engine.step()
+    assert dispatch(scheduler, "reset", {})["reset"] is False
+    assert snapshot(scheduler)["host_used_tokens"] > 0
+    assert resumed in steps(engine, 20)
 
 
 def test_no_room_is_made_for_a_turn_while_it_loads(model: Path, is_async: bool) -> None:
