@@ -407,7 +407,7 @@ class AgentScheduler(LoadingScheduler):
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
         ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self.views.missing_tokens(request), turn.forecast)
-        self.trees.turn_arrived(key, request.request_id, ahead, None if before else turn.identity.parent_key)
+        self.trees.turn_arrived(key, request.request_id, ahead, turn.identity.parent_key, starts=before is None)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns.get(request.request_id)
@@ -478,8 +478,8 @@ class AgentScheduler(LoadingScheduler):
                 if isinstance(action, Decide):
                     record = self._decide(request, turn, key, record)
         else:
+            self.trees.aborted(key, now_s)  # before the program may end, which would answer its parent
             self.apply(key, TurnAborted(now_s))
-            self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
 
