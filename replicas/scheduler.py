@@ -382,8 +382,10 @@ class AgentScheduler(LoadingScheduler):
             except ValueError:
                 self.counters["unreadable_identity"] += 1
                 identity = ProgramIdentity()
-            # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
-            key = identity.key or request.session_id
+            key = identity.key
+            if key is None and request.session_id is not None:
+                # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
+                key = f"{identity.tenant}/{request.session_id}"
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
             turn.bind(self.settings.bounds_of(identity), self.facts.alone_s(request.num_tokens, 0))
             turn.weights = (self.weights_version,)
