@@ -299,14 +299,21 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds, and empty the prefix cache and the host tier. It is not done while turns or the disk use them."""
+    """End all holds, and empty the prefix cache and the host tier.
+
+    It is not done while turns, copies or the disk use them. Then nothing has changed.
+    """
     if scheduler.swapping.uses_disk():
         return {"reset": False, "reason": "copies to or from the disk are under way"}
-    if scheduler.reset_prefix_cache(reset_connector=True):
+    blocks, pool = scheduler.kv_cache_manager.get_blocks, scheduler.kv_cache_manager.block_pool
+    owners = [request_id for request_id in scheduler.requests if any(blocks(request_id).blocks)]
+    if turns := sum(request_id in scheduler.turns for request_id in owners):
+        return {"reset": False, "reason": f"turns that use the cache: {turns}"}
+    # Memory of a turn that has ended may still be written by a step in flight. Nobody owns it.
+    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    if not owners and used <= scheduler.holds.num_blocks and scheduler.reset_prefix_cache(reset_connector=True):
         return {"reset": True}
-    turns = len(scheduler.requests)
-    reason = f"turns that use the cache: {turns}" if turns else "copies to the host tier are under way"
-    return {"reset": False, "reason": reason}
+    return {"reset": False, "reason": "copies to or from the host tier, or a step, are under way"}
 
 
 def _salt_kv(scheduler: AgentScheduler, salt: str) -> dict[str, Any]:

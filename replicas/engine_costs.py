@@ -14,7 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from replicas.cost_model import CostModel
+from replicas.kv_groups import KvGroups
 from replicas.presets import DEVICES, ModelShape, device_named, efficiency, roofline
+from replicas.settings import SchedulerSettings
 
 logger = init_logger(__name__)
 
@@ -32,12 +34,20 @@ def kv_bytes_per_token(layout: KVCacheConfig, ranks: int, capacity_tokens: int) 
     return float(rank_bytes * ranks / capacity_tokens)
 
 
-def costs_of_this_engine(config: VllmConfig, layout: KVCacheConfig, capacity_tokens: int) -> CostModel:
-    """Return the cost model of the engine of this process, see `engine_costs`."""
-    parallel = config.parallel_config
-    kv_bytes = kv_bytes_per_token(layout, parallel.world_size, capacity_tokens)
+def settings_of(config: VllmConfig, layout: KVCacheConfig, groups: KvGroups) -> SchedulerSettings:
+    """Return the settings of this process's scheduler, with the engine's own cost model if they say so.
+
+    Raises:
+        pydantic.ValidationError: vLLM's ``additional_config`` has no valid settings.
+    """
+    settings = SchedulerSettings.of(config.additional_config)
+    if not settings.finds_cost:
+        return settings
+    parallel, tokens = config.parallel_config, groups.tokens_in(layout.num_blocks)
+    kv_bytes = kv_bytes_per_token(layout, parallel.world_size, tokens)
     name = current_platform.get_device_name()
-    return engine_costs(config.model_config, parallel.tensor_parallel_size, name, kv_bytes, capacity_tokens)
+    own = engine_costs(config.model_config, parallel.tensor_parallel_size, name, kv_bytes, tokens)
+    return settings.model_copy(update={"cost": own})
 
 
 def engine_costs(model: ModelConfig, ranks: int, device_name: str, kv_bytes: float, capacity_tokens: int) -> CostModel:

@@ -1,8 +1,10 @@
 """What the events of programs do: the lifecycle's actions on one scheduler's holds, copies and statistics."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 from cluster.core.lifecycle.events import (
     Action,
@@ -11,6 +13,7 @@ from cluster.core.lifecycle.events import (
     Event,
     Fetch,
     FreeHold,
+    HoldEnded,
     Observe,
     ReleaseReason,
     ToolFinished,
@@ -21,10 +24,10 @@ from replicas.cached_prefix import CachedPrefixes
 from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill
 from replicas.forecasts import Forecaster
-from replicas.hold_table import HoldTable
+from replicas.hold_table import HeldBlocks, HoldTable
 from replicas.program_table import ProgramTable
 from replicas.program_trees import ProgramTrees
-from replicas.rewritten_context import ReturningOutputs
+from replicas.rewritten_context import ReturningOutputs, matching_blocks
 from replicas.stats import Stats
 from replicas.swapping import Swapping
 from replicas.turns import Turn
@@ -47,6 +50,9 @@ class LifecycleActions:
         duration_changes: the statistics that have changed.
         forecaster: learns from programs that end.
         stats: the statistics.
+        counters: the scheduler's counters.
+        block_tokens: tokens of a block.
+        prefixes_stay: see `replicas.kv_groups.KvGroups.prefixes_stay`.
         rerank: ranks the waiting turns with these ids again before the next one is chosen.
     """
 
@@ -66,6 +72,9 @@ class LifecycleActions:
         duration_changes: DurationChanges,
         forecaster: Forecaster,
         stats: Stats,
+        counters: Counter[str],
+        block_tokens: int,
+        prefixes_stay: bool,
         rerank: Callable[[Sequence[str]], None],
     ) -> None:
         self._now_s = now_s
@@ -81,6 +90,9 @@ class LifecycleActions:
         self._duration_changes = duration_changes
         self._forecaster = forecaster
         self._stats = stats
+        self._counters = counters
+        self._block_tokens = block_tokens
+        self._prefixes_stay = prefixes_stay
         self._rerank = rerank
 
     def apply(self, key: str, event: Event) -> tuple[Action, ...]:
@@ -128,6 +140,39 @@ class LifecycleActions:
         program = self._programs.get(parent) if parent is not None else None
         if program is not None and program.phase is Phase.SWAPPED:
             self.apply(program.key, ToolFinished(self._now_s()))
+
+    # --- parts of holds -----------------------------------------------------------------------------------------------
+
+    def keeps_prompt(self, request: Request, key: str) -> bool:
+        """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
+        if not self._prefixes_stay:
+            return True
+        keeps = self._returning_outputs.resumes(key, request.block_hashes)
+        if (held := self._holds.get(key)) is not None:
+            self._early_prefill.resumes(key, request.block_hashes)
+            self._release_superseded(request, key, held)
+        return keeps
+
+    def _release_superseded(self, request: Request, key: str, held: HeldBlocks[KVCacheBlock]) -> None:
+        kept = matching_blocks(held.blocks, request.block_hashes)
+        if kept == len(held.blocks):
+            return
+        self._counters["superseded_blocks"] += len(held.blocks) - kept
+        if kept == 0:
+            self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
+        else:
+            self.keep(key, kept)
+
+    def trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
+        """Evict all but the leading blocks of a hold."""
+        self._counters["evicted_blocks"] += self.keep(key, kept)
+        self.rerank_turns(key, reason)
+
+    def keep(self, key: str, kept: int) -> int:
+        """Free all but the leading blocks of a hold. Return the number of blocks that it has lost."""
+        self._stats.hold_changes(key)
+        self._early_prefill.trimmed(key, kept * self._block_tokens)
+        return self._holds.trim(key, kept, kept * self._block_tokens)
 
     def rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Rank a program's waiting turns again before the next turn is chosen, because its hold has ended."""

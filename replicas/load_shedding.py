@@ -6,6 +6,9 @@ program while the turns that wait have more work than that. And while a turn has
 refuses the programs that have as much work as such a turn: they would wait as long, and what has less work is served
 before. A refused client is answered at once.
 
+A turn that lacks a slot of its LoRA adapter waits although others can be served. It counts as starving only once it has
+waited for a half of the bound, after which it gets a slot (`replicas.adapter_slots`).
+
 Sheddable turns (`Hints.sheddable`) wait for the turns of all others, until they have waited for twice the bound. Their
 own bound is therefore two and a half times as long. So that they are few then, a replica
 refuses sheddable programs at half of that work, and all of them while a turn of another program starves. A sheddable
@@ -30,6 +33,8 @@ from replicas.scheduler import AgentScheduler
 
 STARVING = 1 / 8
 """Share of the bound after which a turn without its first token starves."""
+STARVING_WITHOUT_A_SLOT = 1 / 2
+"""The same for a turn that lacks a slot of its adapter."""
 MAX_BACKLOG = 1 / 2
 """Largest work of the waiting turns, as a share of the bound."""
 SHEDDABLE_BACKLOG = 1 / 4
@@ -47,6 +52,12 @@ class WaitingTurn:
     """Expected work of what is left of its program, by `program_work_s` with the given costs, as the router has it."""
     sheddable: bool = False
     """See `Hints.sheddable`."""
+    lacks_slot: bool = False
+    """Whether other LoRA adapters have all slots."""
+
+    def starves(self, max_wait_s: float) -> bool:
+        """Return whether it starves, by the bound on the wait for the first token."""
+        return self.waited_s > (STARVING_WITHOUT_A_SLOT if self.lacks_slot else STARVING) * max_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ def shedding(waiting: Sequence[WaitingTurn], max_wait_s: float) -> Shedding:
         max_wait_s: bound on the seconds from a turn's arrival to its first token.
     """
     backlog_s = sum(turn.turn_s for turn in waiting)
-    starving = [turn for turn in waiting if turn.waited_s > STARVING * max_wait_s]
+    starving = [turn for turn in waiting if turn.starves(max_wait_s)]
     least_s = min((turn.program_s for turn in starving if not turn.sheddable), default=inf)
     from_s = 0.0 if backlog_s > MAX_BACKLOG * max_wait_s else least_s
     sheddable_from_s = min((turn.program_s for turn in starving), default=inf)
@@ -91,9 +102,14 @@ def shedding_of(scheduler: AgentScheduler) -> Shedding:
     if max_wait_s is None or not any(scheduler.waiting_queues):
         return TAKES_ALL
     load, given = scheduler.load_now(), scheduler.settings.cost
-    turns = [scheduler.views.waiting(one) for one in _without_a_token(scheduler)]
+    requests = _without_a_token(scheduler)
+    turns = [scheduler.views.waiting(one) for one in requests]
     token_s = _token_s(load, turns, scheduler.scheduler_config.max_num_seqs)
-    return shedding([_waiting(turn, load, given, token_s) for turn in turns], max_wait_s)
+    waiting = [
+        _waiting(turn, load, given, token_s, lacks_slot=scheduler.adapters.lacks(one))
+        for turn, one in zip(turns, requests, strict=True)
+    ]
+    return shedding(waiting, max_wait_s)
 
 
 def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_tokens: int) -> float:
@@ -128,13 +144,14 @@ def _token_s(load: LoadView, waiting: Sequence[TurnView], max_sequences: int) ->
     return load.facts.cost.decode_step_s(together, round(fits * tokens)) / together
 
 
-def _waiting(turn: TurnView, load: LoadView, given: CostModel, token_s: float) -> WaitingTurn:
+def _waiting(turn: TurnView, load: LoadView, given: CostModel, token_s: float, *, lacks_slot: bool) -> WaitingTurn:
     missing = turn.tokens - turn.cached_tokens
     return WaitingTurn(
         waited_s=load.now_s - turn.arrived_s,
         turn_s=missing * load.facts.cost.token_s + max(0.0, turn.forecast.output_tokens) * token_s,
         program_s=_work_s(given, turn.forecast, missing, turn.tokens, turn.generated_tokens),
         sheddable=turn.hints.sheddable,
+        lacks_slot=lacks_slot,
     )
 
 

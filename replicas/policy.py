@@ -404,7 +404,10 @@ class BudgetPolicy(Protocol):
     """Decides how many tokens a step may schedule."""
 
     def tokens(self, load: LoadView) -> int:
-        """Return the number of tokens, between 1 and ``load.facts.max_tokens``."""
+        """Return the number of tokens, between 1 and ``load.facts.max_tokens``.
+
+        A turn that generates counts one. What speculative decoding drafts is added to it.
+        """
         ...
 
 

@@ -2,11 +2,12 @@
 
 The policy is asked before a step about the waiting turn that is admitted next, if the step before could not give it
 memory although all holds that yield were evicted, or if the batch is full. Where a running turn lacks memory, vLLM
-preempts the last turn of its list, so a sheddable turn is moved there, or the turn that ranks last.
+preempts the last turn of its list. Therefore the sheddable turns come last there, and those of them that the policy
+protects come first. A policy that ranks running turns has the one that ranks last there.
 """
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Mapping
+from itertools import chain, islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
@@ -14,6 +15,9 @@ from vllm.v1.request import Request, RequestStatus
 from replicas.policy import PreemptionPolicy, RankKey, RunningView, ShortageView
 from replicas.turns import Turn
 from replicas.views import Views
+
+ASKED_A_STEP = 16
+"""Largest number of running turns of which a step asks whether they are protected. Each takes about 20 µs."""
 
 
 class Preemption:
@@ -30,6 +34,8 @@ class Preemption:
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._refused: tuple[str, int] | None = None
+        self._yield: dict[str, bool] = {}
+        """Of the sheddable turns that run, whether they are not protected. Who was asked about longest ago is first."""
         self.sheddable: set[str] = set()
         """Ids of the sheddable turns that wait or run."""
 
@@ -41,6 +47,23 @@ class Preemption:
     def ended(self, request_id: str) -> None:
         """Forget a turn that has ended."""
         self.sheddable.discard(request_id)
+
+    def yielding(self, running: list[Request], policy: PreemptionPolicy | None) -> Mapping[str, bool]:
+        """Return which running turns give their memory to others (True), and which never do (False).
+
+        It is called once in each step. The others are not sheddable, or the policy was not asked about them yet.
+        """
+        if not self.sheddable:
+            return {}
+        ours = {one.request_id: one for one in running if one.request_id in self.sheddable}
+        known = {request_id: yields for request_id, yields in self._yield.items() if request_id in ours}
+        for request_id in list(islice(chain((one for one in ours if one not in known), known), ASKED_A_STEP)):
+            known.pop(request_id, None)
+            known[request_id] = policy is None or not policy.is_protected(
+                self._view(ours[request_id]), self._views.load
+            )
+        self._yield = known
+        return known
 
     def lacks(self, request: Request, lacking: int, running: list[Request], policy: PreemptionPolicy) -> None:
         """Note that a turn lacks memory in this step, although no hold yields.

@@ -2,12 +2,13 @@
 
 vLLM gives a step's tokens to the running turns in the order of their admission, and the rest to waiting turns. A long
 prompt that has begun blocks all others until it is computed (head-of-line blocking). Here turns that generate come
-first, with one token each, and then prompts by their rank. A waiting turn that ranks before them has its tokens left
-free.
+first, with one token and their drafted ones each, and then prompts by their rank. A waiting turn that ranks before them
+has its tokens left free.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
@@ -15,6 +16,10 @@ from vllm.v1.request import Request
 from replicas.cached_prefix import leading_blocks
 from replicas.policy import IsLate, RankKey
 from replicas.waiting_queue import Ranked
+
+NOBODY: Mapping[str, bool] = MappingProxyType({})
+PLACES = {False: -1, None: 0, True: 1}
+"""Place of a turn that generates, by what is known of its memory (see `PrefillScheduling.order`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class PrefillScheduling:
         ranked: bool,
         is_late: IsLate | None,
         tokens: int,
-        yielding: Collection[str] = (),
+        yielding: Mapping[str, bool] = NOBODY,
     ) -> bool:
         """Sort ``running`` before a step: turns that generate, then prompts by their rank.
 
@@ -85,8 +90,9 @@ class PrefillScheduling:
             ranked: whether prompts have ranks. False: the list stays as it is.
             is_late: whether prompts of a rank are late. None: no prompt is late.
             tokens: what the method `tokens` returns for these turns.
-            yielding: ids of the turns that give their memory to others. Of the turns that generate, they come last, so
-                that they can be preempted when another one lacks memory.
+            yielding: by request id, whether a turn gives its memory to others (True), or to nobody (False). Of the
+                turns that generate, the former come last, so that they are preempted when another one lacks memory, and
+                the latter come first.
 
         Returns:
             Whether the set of late prompts has changed.
@@ -102,7 +108,7 @@ class PrefillScheduling:
                 key=lambda request: (
                     (2, found)
                     if (found := ranks.get(request.request_id)) is not None
-                    else (int(request.request_id in yielding), ())
+                    else (PLACES[yielding.get(request.request_id)], ())
                 )
             )
         return changed
@@ -131,7 +137,7 @@ class PrefillScheduling:
         after = [request for request in running if self._ranks.get(request.request_id, ()) > first.rank]
         if not after:
             return 0
-        before = [missing_tokens(request) for request in running[: len(running) - len(after)]]
+        before = [scheduled_tokens(request) for request in running[: len(running) - len(after)]]
         left = budget - sum(before) - first.tokens
         self._sat_out = left < max([first.tokens, *before])  # the bound would be theirs, too
         if self._sat_out and sat_out:
@@ -161,3 +167,11 @@ def missing_tokens(request: Request) -> int:
 def scheduled_tokens(request: Request) -> int:
     """Return how many tokens vLLM schedules for a running turn in a step without a bound, drafted ones included."""
     return max(0, int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens))
+
+
+def drafted_tokens(running: Iterable[Request]) -> int:
+    """Return how many tokens the turns that generate take in a step, beside one for each.
+
+    Policies count one token for each. In a step without these tokens, the turns admitted last would get none.
+    """
+    return sum(max(0, scheduled_tokens(request) - 1) for request in running if missing_tokens(request) <= 1)

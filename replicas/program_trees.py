@@ -2,7 +2,8 @@
 
 A program that names a parent is its child from its first turn, if the parent pauses then, or is not known here. A
 program that starts while its parent has a turn in flight (a side call, a fork) is none: no pause waits for it. The
-children are those of one pause. When the parent's next turn arrives, it waits for none of them any more.
+children are those of one pause. When the parent's next turn arrives, it waits for none of them any more. Nor does it
+wait for a child whose turn was aborted, as the child's client may be gone, until the child has a turn again.
 
 Each program has the work that is expected of it, and each node the sums over all programs below it, so that the work of
 a whole tree is known at once. All is pure: the caller gives the time in seconds, and lengths are in tokens.
@@ -126,6 +127,10 @@ class _Node:
     """Time at which the last child of this pause ended. None: none has."""
     turn_ids: set[str] = field(default_factory=set)
     """Turns in flight."""
+    arrivals: int = 0
+    """Number of turns that have arrived."""
+    left: tuple[str, int] | None = None
+    """The parent from which it was detached because its turn was aborted, and ``arrivals`` of the parent then."""
     is_here: bool = False
     """Whether the program has had a turn here. Else only its children are known."""
 
@@ -142,23 +147,35 @@ class ProgramTrees:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def turn_arrived(self, key: str, turn_id: str, ahead: Ahead, starts_below: str | None = None) -> None:
+    def turn_arrived(
+        self, key: str, turn_id: str, ahead: Ahead, parent: str | None = None, *, starts: bool = True
+    ) -> None:
         """Record a turn. The program waits for none of its children any more.
+
+        It becomes a child if it starts, or is one again after an abort if its parent has had no turn since.
 
         Args:
             key: its program.
             turn_id: its request.
             ahead: what is ahead of the program from now on.
-            starts_below: the parent that its request names, if it is the program's first turn here.
+            parent: the parent that its request names.
+            starts: whether it is the program's first turn here.
         """
         node = self._nodes.setdefault(key, _Node(key))
         node.is_here, node.last_end_s = True, None
+        node.arrivals += 1
         for child in list(node.children.values()):
             self._detach(child)
         node.turn_ids.add(turn_id)
         self._expect(node, ahead)
-        if starts_below is not None:
-            self._attach(node, starts_below)
+        left, node.left = node.left, None
+        if parent is not None and (starts or self._waits_still(left, parent)):
+            self._attach(node, parent)
+
+    def _waits_still(self, left: tuple[str, int] | None, parent: str) -> bool:
+        """Return whether a parent from which a program was detached has had no turn since, as far as it is known."""
+        above = self._nodes.get(parent)
+        return left is not None and left == (parent, left[1] if above is None else above.arrivals)
 
     def turn_ended(self, key: str, turn_id: str) -> None:
         """Record the end of a turn."""
@@ -185,6 +202,16 @@ class ProgramTrees:
         above.last_end_s = now_s
         self._detach(node)
         return above.key if above.is_here and not above.children else None
+
+    def aborted(self, key: str, now_s: float) -> None:
+        """Record that a turn of a program was aborted. Its parent does not wait for it until it has a turn again.
+
+        This is no answer. The parent may have to wait for the same work once more.
+        """
+        if (node := self._nodes.get(key)) is None or node.parent is None or node.turn_ids:
+            return
+        node.left = (node.parent.key, node.parent.arrivals)
+        self.answered(key, now_s)
 
     def forget(self, key: str, now_s: float) -> str | None:
         """Remove a program that has ended. Return its parent as :meth:`answered` does."""

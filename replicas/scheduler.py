@@ -53,26 +53,27 @@ from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.durations.table import DurationTable
+from replicas.adapter_slots import AdapterSlots
 from replicas.bills import Bills
 from replicas.cached_prefix import CachedPrefixes, is_cached
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
-from replicas.engine_costs import costs_of_this_engine
+from replicas.engine_costs import settings_of
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.gpu_time import GpuTimes
 from replicas.hold_reviews import HoldReviews, decide
-from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
+from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.kv_groups import KvGroups
 from replicas.lifecycle_actions import LifecycleActions
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, Release, ReplicaFacts, Swap
 from replicas.preemption import Preemption
-from replicas.prefill_scheduling import Head, PrefillScheduling, head_of
+from replicas.prefill_scheduling import Head, PrefillScheduling, drafted_tokens, head_of
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
-from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
-from replicas.settings import SchedulerSettings, build_policy
+from replicas.rewritten_context import ReturningOutputs, computed_tokens
+from replicas.settings import build_policy
 from replicas.single_flight import SingleFlight
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
@@ -87,7 +88,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue, first_admissible
+from replicas.waiting_queue import EQUAL, LAST, LOADED, Ranked, RankedQueue, first_admissible
 
 
 class AgentScheduler(LoadingScheduler):
@@ -101,15 +102,11 @@ class AgentScheduler(LoadingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.settings = SchedulerSettings.of(self.vllm_config.additional_config)
-        cache = self.kv_cache_manager
-        self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=cache.enable_caching)
-        if self.settings.finds_cost:
-            tokens = self.groups.tokens_in(self.kv_cache_config.num_blocks)
-            own = costs_of_this_engine(self.vllm_config, self.kv_cache_config, tokens)
-            self.settings = self.settings.model_copy(update={"cost": own})
-        control = self.settings.limits
-        self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
+        cache, layout = self.kv_cache_manager, self.kv_cache_config
+        self.groups = KvGroups.of(layout, self.hash_block_size, caching=cache.enable_caching)
+        self.settings = settings_of(self.vllm_config, layout, self.groups)
+        pool, control = cache.block_pool, self.settings.limits
+        self.holds: HoldTable[KVCacheBlock] = HoldTable(pool.free_blocks)
         self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()
         self.durations, self.duration_changes = DurationTable(), DurationChanges()
         self.waiting_queues = tuple(
@@ -118,10 +115,9 @@ class AgentScheduler(LoadingScheduler):
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
-        self.lost_queue, self.forecaster = RecentMean(), Forecaster()
+        self.lost_queue, self.forecaster, self.prefill_scheduling = RecentMean(), Forecaster(), PrefillScheduling()
         self.cached_prefixes = CachedPrefixes(self.groups.block_tokens)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
-        self.prefill_scheduling, pool = PrefillScheduling(), self.kv_cache_manager.block_pool
         self.single_flight = SingleFlight(pool, self.prefill_scheduling.is_late, self.counters)
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
@@ -169,6 +165,12 @@ class AgentScheduler(LoadingScheduler):
             bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
+        self.adapters = AdapterSlots(
+            most=lambda: self.lora_config.max_loras if self.lora_config else 0,
+            running=lambda: self.running,
+            turns=self.turns,
+            view=self.views.waiting,
+        )
         self.reports, self.bills = TurnReports(), Bills()
         self.gpu_times = GpuTimes(
             facts=lambda: self.facts,
@@ -209,6 +211,9 @@ class AgentScheduler(LoadingScheduler):
             duration_changes=self.duration_changes,
             forecaster=self.forecaster,
             stats=self.stats,
+            counters=self.counters,
+            block_tokens=self.block_size,
+            prefixes_stay=self.groups.prefixes_stay,
             rerank=self._rerank_later,
         )
         self.crash_attribution = CrashAttribution(self.requests)
@@ -218,7 +223,7 @@ class AgentScheduler(LoadingScheduler):
             program_of=lambda request: self.turns[request.request_id].key,
             anything_runs=lambda: self.anything_runs,
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
-            trim=self._trim if self.groups.prefixes_stay else None,
+            trim=self.lifecycle.trim if self.groups.prefixes_stay else None,
             note=self.gpu_times.evicted,
         )
         self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
@@ -247,6 +252,8 @@ class AgentScheduler(LoadingScheduler):
         self.expire_holds(self._now_s())
         self.swapping.step()
         self.views.load = self.load_now()
+        if self.lora_config:
+            self.adapters.step_begins(self.waiting_queues, self.policies.max_wait_s)
         if self.preemption.sheddable and self.may_preempt:
             self._preempt_sheddable()
         self._order_prefills()
@@ -256,10 +263,11 @@ class AgentScheduler(LoadingScheduler):
             queue.refresh(self.policies.order.refresh_steps, changed)
         budget, room = self.facts.max_tokens, 0
         if self.scheduler_config.enable_chunked_prefill:  # else vLLM never admits a prompt that is above the budget
-            budget = min(max(1, self.policies.budget.tokens(self.views.load)), budget)
+            drafts = drafted_tokens(self.running) if self.num_spec_tokens else 0
+            budget = min(max(1, self.policies.budget.tokens(self.views.load)) + drafts, budget)
             room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.max_num_scheduled_tokens = budget
-        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
+        self.scheduler_config.long_prefill_token_threshold = min(filter(None, (room, self._prompt_tokens)), default=0)
         early = self._pause_state is PauseState.UNPAUSED and self.early_prefill.begin(self.views.load, self.running)
         self.max_num_scheduled_tokens = min(self.facts.max_tokens, early or self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(throttle_prefills)
@@ -305,7 +313,7 @@ class AgentScheduler(LoadingScheduler):
         )
 
     def _preempt_sheddable(self) -> None:
-        policy, first = self.policies.preemption, first_admissible(self.waiting_queues)
+        policy, first = self.policies.preemption, self._first()
         if policy is not None and first is not None:
             self.preempt(self.preemption.victims(first.request, self.running, policy, full=self.is_full))
             self.views.load = self.load_now()
@@ -317,7 +325,7 @@ class AgentScheduler(LoadingScheduler):
             ranked=self.policies.ranks_running or self.policies.is_late is not None,
             is_late=self.policies.is_late,
             tokens=self.views.load.prefill_tokens,
-            yielding=self.preemption.sheddable,
+            yielding=self.preemption.yielding(self.running, self.policies.preemption),
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
@@ -325,9 +333,13 @@ class AgentScheduler(LoadingScheduler):
     def _rank_running(self, request: Request) -> RankKey:
         return self.policies.order.key(self.views.prefilling(request))
 
+    def _first(self) -> Ranked | None:
+        """Return the waiting turn that is admitted next of those that can be."""
+        return first_admissible(self.waiting_queues, self.adapters.blocks if self.lora_config else None)
+
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
-        if (first := first_admissible(self.waiting_queues)) is None:
+        if (first := self._first()) is None:
             return None
         self.consider(first.request)
         cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
@@ -350,7 +362,13 @@ class AgentScheduler(LoadingScheduler):
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
 
     def consider(self, request: Request) -> None:
-        """Let vLLM skip the turn that it would admit next, if it should wait for memory or for another one's blocks."""
+        """Let vLLM skip the turn that it would admit next, if it should wait.
+
+        It waits for memory, for another one's blocks, or for a slot of its adapter.
+        """
+        if self.lora_config and self.adapters.blocks(request):
+            self.single_flight.skip(request)
+            return
         passes = self.policies.skips_swapped and self.running and self.views.is_swapped(request)
         if passes and self.views.missing_tokens(request) > self.load_now().free_tokens:
             self.single_flight.skip(request)
@@ -368,8 +386,10 @@ class AgentScheduler(LoadingScheduler):
             except ValueError:
                 self.counters["unreadable_identity"] += 1
                 identity = ProgramIdentity()
-            # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
-            key = identity.key or request.session_id
+            key = identity.key
+            if key is None and request.session_id is not None:
+                # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
+                key = f"{identity.tenant}/{request.session_id}"
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
             turn.bind(self.settings.bounds_of(identity), self.facts.alone_s(request.num_tokens, 0))
             turn.weights = (self.weights_version,)
@@ -380,9 +400,10 @@ class AgentScheduler(LoadingScheduler):
 
     def _arrive(self, request: Request, turn: Turn, key: str) -> None:
         before = self.programs.get(key)
+        turn.resumes = before is not None and before.last_served_s is not None
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
         if compacted := before is not None and before.active == 0:
-            compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
+            compacted = not self.lifecycle.keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
                 new = max(0, request.num_tokens - before.context_tokens)
                 turn.bind(self.settings.bounds_of(turn.identity), self.facts.alone_s(new, before.context_tokens))
@@ -392,27 +413,7 @@ class AgentScheduler(LoadingScheduler):
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
         ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self.views.missing_tokens(request), turn.forecast)
-        self.trees.turn_arrived(key, request.request_id, ahead, None if before else turn.identity.parent_key)
-
-    def _keeps_prompt(self, request: Request, key: str) -> bool:
-        """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
-        if not self.groups.prefixes_stay:
-            return True
-        keeps = self.returning_outputs.resumes(key, request.block_hashes)
-        if (held := self.holds.get(key)) is not None:
-            self.early_prefill.resumes(key, request.block_hashes)
-            self._release_superseded(request, key, held)
-        return keeps
-
-    def _release_superseded(self, request: Request, key: str, held: HeldBlocks[KVCacheBlock]) -> None:
-        kept = matching_blocks(held.blocks, request.block_hashes)
-        if kept == len(held.blocks):
-            return
-        self.counters["superseded_blocks"] += len(held.blocks) - kept
-        if kept == 0:
-            self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
-        else:
-            self._keep(key, kept)
+        self.trees.turn_arrived(key, request.request_id, ahead, turn.identity.parent_key, starts=before is None)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns.get(request.request_id)
@@ -424,16 +425,15 @@ class AgentScheduler(LoadingScheduler):
             if turn.key is not None:
                 turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
                 # The KV of a first turn was written by another replica.
-                self.counters["arrived_with_kv"] += bool(turn.disk_tokens) and self.programs[turn.key].turns == 1
+                self.counters["arrived_with_kv"] += bool(turn.disk_tokens) and not turn.resumes
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
-                program = self.programs[turn.key]
-                if program.turns > 1 and program.phase is not Phase.RESUMING:
+                if turn.resumes and self.programs[turn.key].phase is not Phase.RESUMING:
                     self.lost_queue.observe(turn.waited_s)
                 self.apply(turn.key, Admitted(now_s))
         else:
             self.swapping.resumes(turn.key)
-        if turn.key is not None and (preempted or (first and self.programs[turn.key].turns > 1)):
+        if turn.key is not None and (preempted or (first and turn.resumes)):
             self.programs.waited(turn.key, self.current_step - turn.queued_step)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -484,8 +484,8 @@ class AgentScheduler(LoadingScheduler):
                 if isinstance(action, Decide):
                     record = self._decide(request, turn, key, record)
         else:
+            self.trees.aborted(key, now_s)  # before the program may end, which would answer its parent
             self.apply(key, TurnAborted(now_s))
-            self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
 
@@ -552,25 +552,15 @@ class AgentScheduler(LoadingScheduler):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
-        """Evict all but the leading blocks of a hold."""
-        self.counters["evicted_blocks"] += self._keep(key, kept)
-        self.lifecycle.rerank_turns(key, reason)
-
     def _evict(self, request: Request, lacking: int) -> bool:
         if request.request_id not in self.turns:
             return False
         evicted = self.eviction.evict(request, lacking, self.policies, self.current_step)
         if not evicted and self.policies.preemption is not None:
             self.preemption.lacks(request, lacking, self.running, self.policies.preemption)
-        if not evicted and self.policies.ranks_running:
+        elif not evicted and self.policies.ranks_running:
             self.preemption.preempt_last(request, self.running, self._rank_running)
         return evicted
-
-    def _keep(self, key: str, kept: int) -> int:
-        self.stats.hold_changes(key)
-        self.early_prefill.trimmed(key, kept * self.block_size)
-        return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""

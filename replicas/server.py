@@ -373,7 +373,10 @@ class ProgramServer(LLMServer):
         return await self.control("set_policy", policy)
 
     async def reset_caches(self) -> dict[str, Any]:
-        """End all holds and empty the prefix cache. ``reset`` is False while turns run that use it."""
+        """End all holds and empty the prefix cache and the host tier.
+
+        ``reset`` is False while turns, copies or the disk use them. Then nothing has changed.
+        """
         return await self.control("reset", {})
 
     async def weights(self) -> dict[str, Any]:

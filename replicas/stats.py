@@ -319,15 +319,14 @@ class Stats:
         """
         assert turn.admitted_s is not None, "the scheduler sets it first"
         waited_s = turn.admitted_s - turn.arrived_s
-        key, known, resumed = turn.key, 0, False
+        key, known = turn.key, 0
         if key is not None:
-            resumed = self._programs[key].turns > 1
             held = self._holds.get(key)
             if held is not None and held.origin is HoldOrigin.FETCHED:
                 fetched = min(local, held.tokens)
                 local, remote = local - fetched, remote + fetched
-            known = self._known_tokens(key, request) if resumed else 0
-        self._observed.put((Seen.QUEUE_RESUMED if resumed else Seen.QUEUE_FIRST, waited_s))
+            known = self._known_tokens(key, request) if turn.resumes else 0
+        self._observed.put((Seen.QUEUE_RESUMED if turn.resumes else Seen.QUEUE_FIRST, waited_s))
         self._waited(waited_s)
         there, from_disk = local + remote, min(remote, turn.disk_tokens)
         again = max(0, known - there)

@@ -69,6 +69,8 @@ class Turn:
     queued_step: int
     features: Features = NOTHING_KNOWN
     forecast: Forecast = NOTHING_EXPECTED
+    resumes: bool = False
+    """Whether a turn of its program had ended when it arrived. It is False for all choices of a first request."""
     admitted_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int = 0

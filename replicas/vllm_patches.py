@@ -118,6 +118,7 @@ def lacking_blocks(
     *,
     new_computed_blocks: KVCacheBlocks | None = None,
     reserved_blocks: int = 0,
+    has_scheduled_reqs: bool = True,
     **others: Any,
 ) -> int:
     """Return how many blocks an allocation lacks that was refused. It is an estimate, and at least 1.
@@ -129,14 +130,17 @@ def lacking_blocks(
         num_new_tokens: tokens that the step computes of it.
         new_computed_blocks: cached blocks of a waiting turn.
         reserved_blocks: blocks that other turns need.
+        has_scheduled_reqs: whether other turns run. Only then a waiting turn has to leave the watermark free.
         others: what else vLLM passes to ``allocate_slots``.
     """
     if request.status is RequestStatus.RUNNING:
         wanted = sum(-(-num_new_tokens // group.block_tokens) for group in groups.groups)
     else:
-        tables = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        # A turn that was loaded from the host owns its blocks already, and no cached ones are found for it.
+        found = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        tables = (*found, *manager.get_blocks(request.request_id).blocks)
         owned = sum(block.ref_cnt > 0 and not block.is_null for table in tables for block in table)
-        wanted = groups.blocks_of(request.num_tokens) - owned + int(manager.watermark_blocks)
+        wanted = groups.blocks_of(request.num_tokens) - owned + has_scheduled_reqs * int(manager.watermark_blocks)
     return max(1, wanted + reserved_blocks - int(manager.block_pool.get_num_free_blocks()))
 
 

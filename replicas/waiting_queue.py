@@ -28,7 +28,7 @@ ADMISSIBLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Statuses of turns that wait for nothing but memory and a place in the batch. The others wait for their context, which
 is being loaded, or for their grammar, and vLLM skips them."""
 LOOKS = 16
-"""Largest number of requests of a queue of which the first admissible one is found."""
+"""Largest number of requests of a queue of which the first wanted one is found."""
 
 
 class Ranked(NamedTuple):
@@ -131,15 +131,15 @@ class RankedQueue(RequestQueue):
         """
         return self._first()[0]
 
-    def first_admissible(self) -> Ranked | None:
-        """Return the request that is admitted next of those that can be. None: the first `LOOKS` requests cannot."""
+    def first_of(self, wanted: Callable[[Request], bool]) -> Ranked | None:
+        """Return the request that is admitted next of those that are wanted. None: the first `LOOKS` are not."""
         if not self._entries:
             return None
         self._first()
         skipped: list[tuple[RankKey, int, str]] = []
         found: Ranked | None = None
         while found is None and len(skipped) < LOOKS and (top := self._top()) is not None:
-            if top[2].status in ADMISSIBLE:
+            if wanted(top[2]):
                 found = Ranked(top[0], top[2])
             else:
                 skipped.append(heapq.heappop(self._heap))
@@ -246,9 +246,27 @@ class RankedQueue(RequestQueue):
         return (request for _, _, request in ordered)
 
 
-def first_admissible(queues: tuple[RankedQueue, RankedQueue]) -> Ranked | None:
-    """Return the turn of vLLM's two queues that is admitted next of those that can be, as vLLM chooses: at equal ranks,
-    that of the second one.
+def first_of(queues: tuple[RankedQueue, RankedQueue], wanted: Callable[[Request], bool]) -> Ranked | None:
+    """Return the turn of vLLM's two queues that is admitted next of those that are wanted, as vLLM chooses: at equal
+    ranks, that of the second one.
     """
-    first, second = (queue.first_admissible() for queue in queues)
+    first, second = (queue.first_of(wanted) for queue in queues)
     return first if second is None or (first is not None and first.rank < second.rank) else second
+
+
+def first_admissible(
+    queues: tuple[RankedQueue, RankedQueue], blocked: Callable[[Request], bool] | None = None
+) -> Ranked | None:
+    """Return the turn that is admitted next of those that can be.
+
+    Args:
+        queues: vLLM's two queues.
+        blocked: whether a turn waits for a slot of its adapter (`replicas.adapter_slots`). None: there are no adapters.
+    """
+    if blocked is None:
+        return first_of(queues, _is_admissible)
+    return first_of(queues, lambda request: request.status in ADMISSIBLE and not blocked(request))
+
+
+def _is_admissible(request: Request) -> bool:
+    return request.status in ADMISSIBLE

@@ -111,9 +111,9 @@ async def test_identity_priority_and_session_arrive(engine: AsyncLLM, channel: C
     [turn] = (await channel.call("program", key="acme/x"))["turns"]
     assert (turn["priority"], turn["tools"], turn["outcome"]) == (7, ["grep"], "length_capped")
     await generate(engine, "native", [6] * 40, 2, session_id="bare-session")
-    story = await channel.call("program", key="bare-session")
+    story = await channel.call("program", key="default/bare-session")
     assert story["phase"] == "held"
-    assert (await channel.call("release", key="bare-session"))["released"]
+    assert (await channel.call("release", key="default/bare-session"))["released"]
     assert (await channel.call("release", key="acme/x"))["released"]
 
 

@@ -316,7 +316,7 @@ def test_a_hold_of_which_the_end_is_evicted_is_not_extended_again(paused: Make) 
     p = paused()
     p.output("a", 200)
     p.steps()
-    p.scheduler._trim("default/a", 8, ReleaseReason.BROKEN_RUNNING)
+    p.scheduler.lifecycle.trim("default/a", 8, ReleaseReason.BROKEN_RUNNING)
     p.scheduler.check_integrity()
     assert p.output("a", 300) == "no_memory"
     p.returns("a", 200)

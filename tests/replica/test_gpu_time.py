@@ -3,14 +3,15 @@
 from collections.abc import Callable
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.clock import ManualClock
 from cluster.core.program import Hints, ProgramIdentity
 from replicas.control import dispatch, snapshot
 from replicas.gpu_time import OTHERS, GpuTime, TurnTime
 from replicas.scheduler import AgentScheduler
-from replicas.virtual_engine import VirtualEngine
+from replicas.virtual_engine import VirtualEngine, block_hasher
 
 CAPACITY_TOKENS = 63 * 16
 STEP_S = 0.5
@@ -104,11 +105,28 @@ def test_a_hold_costs_its_share_of_the_memory_and_no_busy_time(priced: Make) -> 
     assert p.of("a").busy_s == pytest.approx(2 * STEP_S)
 
 
+def test_a_session_without_an_identity_is_a_program_of_the_default_tenant(priced: Make) -> None:
+    """As on vLLM's own server. The session's id may look like a program's."""
+    p = priced("caesura")
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    p.scheduler.add_request(
+        Request("r", [7] * 100, params, None, block_hasher=block_hasher(16), session_id="someone/session")
+    )
+    p.run()
+    p.clock.advance(10.0)
+    assert dispatch(p.scheduler, "release", {"key": "default/someone/session"}) == {"released": True}
+    held_s = p.scheduler.gpu_times.program("default/someone/session").held_s
+    assert held_s == pytest.approx(100 / CAPACITY_TOKENS * 10.0)
+    assert {name: times["held_s"] for name, times in p.scheduler.gpu_times.tenants().items()} == {
+        "default": pytest.approx(held_s, abs=1e-6)
+    }
+
+
 def test_the_parts_of_a_hold_that_is_trimmed_are_counted_each_with_its_time(priced: Make) -> None:
     p = priced("continuum", default_ttl_s=100.0)
     p.turn("a", 159)
     p.clock.advance(2.0)
-    p.scheduler._keep("default/a", 4)
+    p.scheduler.lifecycle.keep("default/a", 4)
     p.clock.advance(5.0)
     p.turn("a", 20, last=True)
     assert p.of("a").held_s == pytest.approx((159 * 2.0 + 64 * 5.0) / CAPACITY_TOKENS)

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
 from cluster.core.program import ProgramIdentity
+from replicas.control import dispatch, snapshot
 from replicas.host_tier import kv_transfer_config
 from replicas.policy import RankKey, TurnView
 from replicas.scheduler import AgentScheduler
@@ -110,6 +111,59 @@ def test_one_of_several_loaded_turns_goes_on(engine: VirtualEngine) -> None:
     waiting.add(submit(engine, "b", 1, 60))
     assert set(steps(engine, 80)) == waiting
     assert not engine.scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside another turn", "alone"])
+def test_a_loaded_turn_lacks_what_it_does_not_own(
+    model: Path, is_async: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It owns 25 of its 30 blocks, and 3 are free. The watermark counts only while another turn runs, as in vLLM."""
+    engine, scheduler = make_engine(model, is_async, "vllm")
+    swapped_out(engine, "a", 25)
+    scheduler.kv_cache_manager.watermark_blocks, pool = 2, scheduler.kv_cache_manager.block_pool
+    if not alone:
+        submit(engine, "d", 1, 10, output=12)
+        steps(engine, 2)
+    submit(engine, "a", 2, 30)
+    engine.step()  # its 25 blocks are allocated, and being loaded
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    lacking: list[int] = []
+    monkeypatch.setattr(scheduler.eviction, "evict", lambda one, lacks, *rest: lacking.append(lacks))
+    steps(engine, 3)
+    assert set(lacking) == {2 if alone else 4}
+    pool.free_blocks(taken)
+    steps(engine, 40)
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_a_reset_that_is_refused_changes_nothing(model: Path, is_async: bool) -> None:
+    """The host has the context of `a`, and that of `c` is held."""
+    engine, scheduler = make_engine(model, is_async, "caesura")
+    swapped_out(engine, "a", 20)
+    submit(engine, "c", 1, 5)
+    steps(engine, 5)
+    held, stored = len(scheduler.holds), snapshot(scheduler)["host_used_tokens"]
+    assert held and stored
+    running = submit(engine, "d", 1, 3, output=10)
+    steps(engine, 2)
+    assert dispatch(scheduler, "reset", {}) == {"reset": False, "reason": "turns that use the cache: 1"}
+    assert (len(scheduler.holds), snapshot(scheduler)["host_used_tokens"] >= stored) == (held, True)
+    scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
+    steps(engine, 5)
+    waiting = submit(engine, "e", 1, 3)
+    assert dispatch(scheduler, "reset", {}) == {"reset": True}, "a turn that waits has no memory"
+    assert (len(scheduler.holds), snapshot(scheduler)["host_used_tokens"]) == (0, 0)
+    assert waiting in steps(engine, 5)
+
+
+def test_a_reset_while_a_turn_loads_is_refused(model: Path, is_async: bool) -> None:
+    engine, scheduler = make_engine(model, is_async, "caesura")
+    swapped_out(engine, "a", 20)
+    resumed = submit(engine, "a", 2, 22)
+    engine.step()
+    assert dispatch(scheduler, "reset", {})["reset"] is False
+    assert snapshot(scheduler)["host_used_tokens"] > 0
+    assert resumed in steps(engine, 20)
 
 
 def test_no_room_is_made_for_a_turn_while_it_loads(model: Path, is_async: bool) -> None:

@@ -16,6 +16,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.lifecycle.events import HoldEnded, ReleaseReason
 from cluster.core.program import Hints, ProgramIdentity
 from replicas.host_tier import kv_transfer_config
+from replicas.preemption import ASKED_A_STEP
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
@@ -142,6 +143,31 @@ def test_where_a_running_turn_lacks_memory_a_batch_turn_is_preempted(yielding: M
     p.submit("agent", 400, 300)
     p.pass_s(2.0)
     assert (p.scheduler.requests["batch"].num_preemptions, p.scheduler.requests["agent"].num_preemptions) == (1, 0)
+
+
+@pytest.mark.parametrize("first", ["batch", "agent"])
+def test_where_a_running_turn_lacks_memory_a_protected_batch_turn_stays(yielding: Make, first: str) -> None:
+    """It has waited for more than twice the longest wait. Whether it was admitted first or last does not matter."""
+    p = yielding(ttft_s=None)
+    for name in sorted(("batch", "agent"), key=first.__ne__):
+        p.submit(name, 400, 300, priority=int(name == "batch"))
+        p.pass_s(0.02)
+    p.scheduler.turns["batch"].waited_s = 2.5 * p.scheduler.policies.max_wait_s
+    p.pass_s(2.0)
+    assert (p.scheduler.requests["batch"].num_preemptions, p.scheduler.requests["agent"].num_preemptions) == (0, 1)
+
+
+def test_a_batch_turn_that_yields_is_known_within_some_steps_however_many_run(yielding: Make) -> None:
+    p = yielding(num_blocks=640)
+    for number in range(3 * ASKED_A_STEP):
+        p.batch(f"batch{number}", 20)
+    p.submit("agent", 20, 400)
+    p.pass_s(0.2)
+    running = [one.request_id for one in p.scheduler.running]
+    assert len(running) == 3 * ASKED_A_STEP + 1 and running[0] == "agent"
+    p.scheduler.turns["batch7"].waited_s = 1e6
+    p.pass_s(0.05)
+    assert [one.request_id for one in p.scheduler.running][:2] == ["batch7", "agent"]
 
 
 def test_a_preempted_turn_that_has_waited_for_long_comes_before_all_others(yielding: Make) -> None:

@@ -129,6 +129,18 @@ def test_the_limit_of_a_prompt_that_the_operator_chose_stays(replica: Replica) -
     assert p.step() == {long: 50, other: 20}
 
 
+def test_room_for_a_waiting_turn_raises_no_limit_that_the_operator_chose(replica: Replica) -> None:
+    """Of 100 tokens, 80 would be left to the prompt beside `b`."""
+    p = programs(replica)
+    long = p.arrive("a", 3000)
+    p.step()
+    p.scheduler._prompt_tokens = 60
+    short = p.arrive("b", 20, output=5)
+    assert p.step() == {long: 60, short: 20}
+    p.arrive("c", 45, output=5)
+    assert p.step()[long] == 100 - 1 - 45, "less is left than the limit"
+
+
 @SYNC_AND_ASYNC
 def test_all_that_is_put_off_ends(replica: Replica, asynchronous: bool) -> None:
     """One turn after the other comes in time, for as long as the late prompt needs."""
@@ -157,16 +169,25 @@ def test_a_prompt_under_way_is_late_by_what_is_still_missing_of_it(replica: Repl
         assert p.scheduler.views.load.prefill_tokens == (0 if is_late else missing)
 
 
+def waiting_for(name: str, missing: int, drafted: int = 0) -> Any:
+    """A running turn that needs so many tokens, and has so many drafted ones."""
+    return SimpleNamespace(
+        request_id=name,
+        num_tokens=missing,
+        num_tokens_with_spec=missing + drafted,
+        num_output_placeholders=0,
+        num_computed_tokens=0,
+        next_decode_eligible_step=0,
+    )
+
+
 def test_a_prompt_before_the_waiting_turn_is_not_bounded(replica: Replica) -> None:
     """`first` needs 60 of 100 tokens, and the waiting turn 20. The other prompt waits, as a bound of 19 would be for
     all prompts."""
 
-    def request(name: str, missing: int) -> Any:
-        return SimpleNamespace(request_id=name, num_tokens=missing, num_computed_tokens=0, next_decode_eligible_step=0)
-
     scheduling = PrefillScheduling()
     ranks: dict[str, RankKey] = {"first": (1.0,), "last": (3.0,)}
-    running = [request("d", 1), request("last", 500), request("first", 60)]
+    running = [waiting_for("d", 1), waiting_for("last", 500), waiting_for("first", 60)]
     tokens = scheduling.tokens(running)
     scheduling.order(
         running, rank=lambda one: ranks[one.request_id], ranked=True, is_late=lambda rank: False, tokens=tokens
@@ -181,9 +202,35 @@ def test_a_prompt_before_the_waiting_turn_is_not_bounded(replica: Replica) -> No
 
 
 def test_room_is_made_for_a_turn_that_was_not_admitted_in_every_other_step_only() -> None:
-    running = [SimpleNamespace(request_id="a", num_tokens=500, num_computed_tokens=0, next_decode_eligible_step=0)]
+    running = [waiting_for("a", 500)]
     scheduling = PrefillScheduling()
     tokens = scheduling.tokens(running)
     scheduling.order(running, rank=lambda one: (3.0,), ranked=True, is_late=lambda rank: False, tokens=tokens)
     bounds = [scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=step) for step in range(4)]
     assert bounds == [80, 0, 80, 0]
+
+
+def test_the_drafts_of_turns_that_generate_are_left_to_them() -> None:
+    """Two turns take 4 tokens each, and the waiting turn 20."""
+    running = [waiting_for("d", 1, drafted=3), waiting_for("e", 1, drafted=3), waiting_for("a", 500)]
+    scheduling = PrefillScheduling()
+    tokens = scheduling.tokens(running)
+    scheduling.order(running, rank=lambda one: (3.0,), ranked=True, is_late=lambda rank: False, tokens=tokens)
+    assert scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=1) == 72
+
+
+@pytest.mark.parametrize("policy", ["caesura", "infercept"])
+@SYNC_AND_ASYNC
+def test_no_running_turn_starves_where_each_has_drafts(replica: Replica, policy: str, asynchronous: bool) -> None:
+    """60 turns take 4 tokens each. Without drafts the policies' steps have 124 and 100 tokens."""
+    p = programs(replica, policy, asynchronous)
+    p.scheduler.num_spec_tokens = 3
+    turns = [p.engine.submit(f"t{n}", [1000 + n] * 20, 60).request_id for n in range(60)]
+    for _ in range(20):
+        p.step()
+    assert len(p.scheduler.running) == len(turns)
+    assert dict.fromkeys(turns, 4) == p.step()
+    late = p.engine.submit("late", [2000] * 200, 60).request_id
+    steps = [p.step() for _ in range(10)]
+    assert all(step.items() >= dict.fromkeys(turns, 4).items() for step in steps)
+    assert sum(step.get(late, 0) for step in steps) >= 200

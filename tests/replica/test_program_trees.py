@@ -50,7 +50,7 @@ def fan_out(width: int = 2) -> ProgramTrees:
     trees.turn_ended("p", "p1")
     trees.paused("p", Ahead.of_pause(NOW_S, 1100, FORECAST))
     for number in range(width):
-        trees.turn_arrived(f"c{number}", f"c{number}.1", a_turn(), starts_below="p")
+        trees.turn_arrived(f"c{number}", f"c{number}.1", a_turn(), parent="p")
     trees.check_integrity()
     return trees
 
@@ -98,7 +98,7 @@ def test_all_programs_of_a_tree_know_the_work_of_the_others() -> None:
     assert trees.view("g") is None
     trees.turn_ended("c0", "c0.1")
     trees.paused("c0", Ahead.of_pause(NOW_S, 1100, FORECAST))
-    trees.turn_arrived("below", "below1", a_turn(10, LAST), starts_below="c0")
+    trees.turn_arrived("below", "below1", a_turn(10, LAST), parent="c0")
     assert others(trees, "c1").is_close(parent + parent + a_turn(10, LAST).work)
     trees.check_integrity()
 
@@ -106,7 +106,7 @@ def test_all_programs_of_a_tree_know_the_work_of_the_others() -> None:
 def test_siblings_know_each_other_though_their_parent_is_on_another_replica() -> None:
     trees = ProgramTrees()
     for name in ("c0", "c1"):
-        trees.turn_arrived(name, f"{name}.1", a_turn(), starts_below="elsewhere")
+        trees.turn_arrived(name, f"{name}.1", a_turn(), parent="elsewhere")
     assert others(trees, "c0").is_close(a_turn().work)
     for name in ("c0", "c1"):
         assert trees.forget(name, NOW_S) is None, "nothing is to be fetched for a parent that is not here"
@@ -118,7 +118,7 @@ def test_a_program_that_begins_while_its_parent_has_a_turn_in_flight_is_no_child
     """It is a side call or a fork: no pause waits for it."""
     trees = ProgramTrees()
     trees.turn_arrived("p", "p1", a_turn())
-    trees.turn_arrived("title", "t1", a_turn(), starts_below="p")
+    trees.turn_arrived("title", "t1", a_turn(), parent="p")
     assert trees.view("title") is None and trees.view("p") is None
 
 
@@ -131,28 +131,28 @@ def test_the_parents_next_turn_waits_for_no_child_any_more() -> None:
 
 def test_no_program_is_below_itself_and_no_tree_is_deeper_than_the_bound() -> None:
     trees = ProgramTrees()
-    trees.turn_arrived("a", "a1", a_turn(), starts_below="a")
+    trees.turn_arrived("a", "a1", a_turn(), parent="a")
     assert trees.view("a") is None
     for number in range(40):
         trees.turn_ended(f"d{number - 1}", "t")
-        trees.turn_arrived(f"d{number}", "t", a_turn(), starts_below=f"d{number - 1}")
+        trees.turn_arrived(f"d{number}", "t", a_turn(), parent=f"d{number - 1}")
     trees.check_integrity()
     assert trees.view("d39") is not None
     # A parent that becomes the child of its own child, as clients may claim.
-    trees.turn_arrived("x", "x1", a_turn(), starts_below="y")
+    trees.turn_arrived("x", "x1", a_turn(), parent="y")
     trees.turn_ended("x", "x1")
-    trees.turn_arrived("y", "y1", a_turn(), starts_below="x")
+    trees.turn_arrived("y", "y1", a_turn(), parent="x")
     trees.check_integrity()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("abcde"), st.integers(0, 5)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("abcde"), st.integers(0, 7)), max_size=40))
 def test_sums_and_links_hold_whatever_clients_claim(events: list[tuple[str, str, int]]) -> None:
     trees = ProgramTrees()
     for number, (key, parent, kind) in enumerate(events):
         match kind:
             case 0 | 1:
-                trees.turn_arrived(key, f"{key}{number}", a_turn(), starts_below=parent if kind else None)
+                trees.turn_arrived(key, f"{key}{number}", a_turn(), parent=parent if kind else None)
             case 2 | 3:
                 trees.turn_ended(key, f"{key}{number - 1}")
                 trees.paused(key, Ahead.of_pause(NOW_S, 500, FORECAST))
@@ -160,6 +160,10 @@ def test_sums_and_links_hold_whatever_clients_claim(events: list[tuple[str, str,
                 trees.answered(key, NOW_S)
             case 5:
                 trees.forget(key, NOW_S)
+            case 6:
+                trees.aborted(key, NOW_S)
+            case 7:
+                trees.turn_arrived(key, f"{key}{number}", a_turn(), parent, starts=False)
         trees.check_integrity()
     for key in "abcde":
         trees.forget(key, NOW_S)
@@ -173,7 +177,7 @@ def test_a_pause_lasts_as_long_as_the_longest_child() -> None:
     trees, at = fan_out(2), load(now_s=NOW_S)
     one_s = 1.1 + 9.02
     assert trees.children_s("p", at) == pytest.approx(one_s)
-    trees.turn_arrived("c2", "c2.1", a_turn(2000), starts_below="p")
+    trees.turn_arrived("c2", "c2.1", a_turn(2000), parent="p")
     assert trees.children_s("p", at) == pytest.approx(one_s + 0.1)
     assert trees.forget("c2", NOW_S) is None
     assert trees.children_s("p", at) == pytest.approx(one_s)
@@ -185,7 +189,7 @@ def test_a_child_takes_as_long_as_its_own_children_and_what_follows() -> None:
     trees = fan_out(1)
     trees.turn_ended("c0", "c0.1")
     trees.paused("c0", Ahead.of_pause(NOW_S, 1100, FORECAST))
-    trees.turn_arrived("below", "b1", a_turn(1000, LAST), starts_below="c0")
+    trees.turn_arrived("below", "b1", a_turn(1000, LAST), parent="c0")
     assert trees.children_s("p", load(now_s=NOW_S)) == pytest.approx((0.1 + 0.5) + 7.02)
 
 
@@ -328,6 +332,48 @@ def test_a_child_whose_client_is_gone_holds_nobody_up(site: Trees) -> None:
     site.step()
     site.scheduler.finish_requests(request_id, site.scheduler.requests[request_id].status.FINISHED_ABORTED)
     assert site.children_s("p") == LEAST_S
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_child_that_is_aborted_and_asked_again_is_a_child_still(
+    site: Trees, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its abort is no answer: nothing is loaded for the parent, and the length of the parent's pause is not known."""
+    fetched: list[str] = []
+    site.turn("p", 320, tool="task")
+    site.scheduler.apply("default/p", Swapped(0.0, PauseReason.DOES_NOT_PAY))
+    monkeypatch.setattr(site.scheduler.swapping, "fetch", fetched.append)
+    site.child("c1", "p", output=1000, last=last)
+    site.step()
+    site.scheduler.finish_requests("c1", site.scheduler.requests["c1"].status.FINISHED_ABORTED)
+    assert (site.phase("p"), fetched, site.scheduler.programs["default/p"].observed) == (Phase.SWAPPED, [], False)
+    site.clock.advance(1.0)
+    identity = ProgramIdentity("c1", "p", hints=Hints(expected_output_tokens=400))
+    site.engine.submit("c1 again", [5] * 64, 4, identity)
+    left_s = site.children_s("p")
+    assert left_s is not None and left_s > 2.0
+    site.engine.run()
+    assert (site.phase("p"), fetched) == (Phase.FETCHING, ["default/p"])
+    site.scheduler.apply("default/p", CopyLost(0.0, LoadFailure.GONE))
+    site.scheduler.check_integrity()
+
+
+def test_a_child_that_is_asked_again_after_its_parent_went_on_is_none() -> None:
+    trees = ProgramTrees()
+    trees.turn_arrived("c", "c1", NOTHING_AHEAD, "p")
+    trees.turn_ended("c", "c1")
+    trees.aborted("c", 1.0)
+    assert len(trees) == 1, "of the parent nothing is known here"
+    trees.turn_arrived("c", "c2", NOTHING_AHEAD, "p", starts=False)
+    assert trees.view("c") is not None
+    trees.turn_ended("c", "c2")
+    trees.aborted("c", 2.0)
+    for name in ("p1", "p2"):
+        trees.turn_arrived("p", name, NOTHING_AHEAD)
+        trees.turn_ended("p", name)
+    trees.turn_arrived("c", "c3", NOTHING_AHEAD, "p", starts=False)
+    assert trees.view("c") is None
+    trees.check_integrity()
 
 
 def test_a_child_with_another_turn_in_flight_has_not_ended(site: Trees) -> None:

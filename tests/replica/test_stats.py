@@ -78,6 +78,28 @@ def test_a_hold_that_is_used_is_counted_with_its_length_and_its_memory(counted: 
     assert request not in c.stats._known
 
 
+def test_the_choices_of_a_first_request_have_waited_as_first_turns(counted: Make) -> None:
+    """With n = 4 a request has four turns at once. The program pauses when the last of them has ended."""
+    c = counted("continuum2")
+    identity = ProgramIdentity("a", hints=Hints(expected_tool="ls"))
+
+    def ask(name: str) -> None:
+        for choice in range(4):
+            c.engine.submit(f"{choice}_{name}", [1000] * 40, 1, identity)
+        c.clock.advance(1.0)
+        c.engine.run()
+
+    ask("first")
+    observed = c.stats.observations(0)
+    assert (observed["queue_first"], observed["queue_resumed"]) == ([1.0] * 4, [])
+    assert c.scheduler.lost_queue.count == 0
+    dispatch(c.scheduler, "release", {"key": "default/a"})
+    ask("second")
+    observed = c.stats.observations(observed["number"])
+    assert (observed["queue_first"], observed["queue_resumed"]) == ([], [1.0] * 4)
+    assert c.scheduler.lost_queue.count == 4
+
+
 def test_every_end_of_a_hold_has_its_name(counted: Make) -> None:
     c = counted("continuum", default_ttl_s=5.0, max_ttl_s=60.0)
     c.turn("a", 100)

@@ -218,7 +218,7 @@ def test_a_fetch_is_seen_by_nobody(tiered: Make) -> None:
     t.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("end", ["end", "abort", "reset", "switch", "abort all", "another context"])
+@pytest.mark.parametrize("end", ["end", "abort", "settle", "reset", "switch", "abort all", "another context"])
 @SYNC_AND_ASYNC
 def test_whatever_ends_a_fetch_gives_its_memory_back(tiered: Make, end: str, asynchronous: bool) -> None:
     t = tiered(asynchronous).fetching("a")
@@ -229,8 +229,11 @@ def test_whatever_ends_a_fetch_gives_its_memory_back(tiered: Make, end: str, asy
             expected = None
         case "abort":
             t.scheduler.finish_requests(t.arrive("a", 10), RequestStatus.FINISHED_ABORTED)
-        case "reset":
-            dispatch(t.scheduler, "reset", {})
+        case "settle":
+            dispatch(t.scheduler, "settle", {})
+        case "reset":  # it is refused
+            assert dispatch(t.scheduler, "reset", {})["reset"] is False
+            expected = Phase.HELD
         case "switch":
             dispatch(t.scheduler, "set_policy", {"name": "continuum"})
             expected = Phase.HELD  # the switch ends holds; this one has yet to begin
