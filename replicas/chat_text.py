@@ -37,12 +37,13 @@ class ChatText:
 
     Args:
         online: vLLM's OnlineRenderer.
+        may_see: whether the model reads images if it can.
     """
 
-    def __init__(self, online: Any) -> None:
+    def __init__(self, online: Any, *, may_see: bool = True) -> None:
         self._online = online
         self._renderer = online.renderer
-        self._sees = bool(online.model_config.is_multimodal_model)
+        self._sees = may_see and bool(online.model_config.is_multimodal_model)
         self._is_text = not (
             online.use_harmony
             or is_mistral_tokenizer(self._renderer.tokenizer)
