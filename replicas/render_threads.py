@@ -1,5 +1,7 @@
 """The threads that render and tokenize prompts: small requests have one of their own, and tenants take turns.
 
+All requests share one where the tokenizer is not made for several threads.
+
 vLLM has one thread for all, in the order of arrival. A request with very many messages or tools takes it for up to a
 second, and the small requests of all other tenants wait.
 """
@@ -22,10 +24,17 @@ _whose: ContextVar[tuple[str, bool]] = ContextVar("whose_prompt", default=("", F
 
 
 class RenderThreads:
-    """In place of the executor of a renderer. The threads end with the process."""
+    """In place of the executor of a renderer. The threads end with the process.
 
-    def __init__(self) -> None:
-        self._small, self._large = FairThreads(1, "small prompts"), FairThreads(1, "large prompts")
+    Args:
+        is_pooled: whether each call of the tokenizer uses a copy that no other call uses. A thread sets the length at
+            which the tokenizer cuts a prompt, and the prompt of another thread would be cut there too. So all prompts
+            share one thread if it is False.
+    """
+
+    def __init__(self, *, is_pooled: bool = True) -> None:
+        self._large = FairThreads(1, "large prompts" if is_pooled else "prompts")
+        self._small = FairThreads(1, "small prompts") if is_pooled else self._large
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
         """Call ``function`` in a thread, for the request of `reading` in this context."""

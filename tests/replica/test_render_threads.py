@@ -2,14 +2,21 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from cluster.core.interpreter import SWITCH_S, computing
 from cluster.http.fair_thread import SHORT_BYTES, FairThread
 from replicas.render_threads import LARGE, RenderThreads, is_large, reading
+from replicas.vllm_patches import share_rendering
 
 TIMEOUT_S = 20
 
@@ -48,6 +55,31 @@ def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
     assert not any(future.done() for future in large)
     begin.set()
     assert all(future.result(TIMEOUT_S) for future in large)
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_a_tokenizer_is_used_by_one_thread_unless_each_call_has_a_copy(is_pooled: bool) -> None:
+    """The length at which a prompt is cut is a state of the tokenizer: a thread would set it for another one."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, "<unk>"))
+    tokenizer = get_cached_tokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
+    if is_pooled:  # as only vLLM's HfRenderer does
+        maybe_make_thread_pool(tokenizer, 2)
+    renderer = SimpleNamespace(_executor=ThreadPoolExecutor(1), tokenizer=tokenizer)
+    share_rendering(renderer)
+    begin = threading.Event()
+
+    def sent(body: dict[str, Any], *job: Any) -> Any:
+        reading("t", body)
+        return renderer._executor.submit(*job)
+
+    large = copy_context().run(sent, {"prompt": "x" * LARGE}, begin.wait, TIMEOUT_S)
+    small = copy_context().run(sent, {"prompt": "x"}, threading.get_ident)
+    if is_pooled:
+        assert small.result(TIMEOUT_S)
+    begin.set()
+    assert large.result(TIMEOUT_S)
+    thread = copy_context().run(sent, {"prompt": "x" * LARGE}, threading.get_ident).result(TIMEOUT_S)
+    assert (thread == small.result(TIMEOUT_S)) is not is_pooled
 
 
 def test_a_large_prompt_gives_way_to_the_event_loop_and_a_small_one_need_not() -> None:
