@@ -94,6 +94,7 @@ class ReplicaWeights:
         self._failure: str | None = None
         self._lock = asyncio.Lock()
         self._engine: Engine | None = None
+        self._changes: set[asyncio.Task[None]] = set()
 
     def open(self, engine: Engine, call: Call, streams: Streams) -> None:
         """Begin.
@@ -120,12 +121,23 @@ class ReplicaWeights:
         check_checkpoint(path, self._model)
 
     async def follow(self, target: WeightsTarget) -> None:
-        """Do what has to be done to be as the target says.
+        """Do what has to be done to be as the target says. It is completed if the caller is cancelled meanwhile.
 
         Raises:
             UpstreamFailed: the weights could not be loaded. The replica ends if it has not the weights that it should
                 have, and will not get them soon.
         """
+        # A change that ends in the middle would leave KV of other weights, or a pause of which nobody knows.
+        change = asyncio.create_task(self._change(target))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        try:
+            await asyncio.shield(change)
+        except asyncio.CancelledError:
+            change.add_done_callback(_log_failure)
+            raise
+
+    async def _change(self, target: WeightsTarget) -> None:
         async with self._lock:
             if self._failure is not None:
                 raise UpstreamFailed(self._failure)
@@ -184,6 +196,9 @@ class ReplicaWeights:
                 answer = await self._call("renew_kv", within_s=self._timeout_s, version=version)
             except Exception as error:
                 raise self._fail(version, path, error) from error
+            except BaseException as error:  # the event loop ends: the KV may be of other weights than the engine's
+                self._fail(version, path, error)
+                raise
             self._streams.weights_changed(version, answer["tokens"], submitted)
             self.version, self._path = version, path
             logger.info("the weights are %r now, from %s", version, path)
@@ -204,10 +219,13 @@ class ReplicaWeights:
                 raise UpstreamFailed(f"the weights are not changed: {error}") from error
             if answer["settled"]:
                 return
-            if answer["steps"]:
+            if not answer["steps"]:
+                await asyncio.sleep(SETTLE_S)
+                continue
+            try:
                 await self._resume()
-            await asyncio.sleep(SETTLE_S)
-            if answer["steps"]:
+                await asyncio.sleep(SETTLE_S)
+            finally:
                 await self._pause()
         raise UpstreamFailed("copies between the tiers do not end, so that the weights cannot be changed")
 
@@ -217,9 +235,9 @@ class ReplicaWeights:
         identity = weights_identity(Path(path), None)
         return "" if own.is_dir() and weights_identity(own, None) == identity else identity
 
-    def _fail(self, version: str, path: str, error: Exception) -> UpstreamFailed:
+    def _fail(self, version: str, path: str, error: BaseException) -> UpstreamFailed:
         """End the replica, since it has not the weights that it should have. Return the error of the update."""
-        self._failure = f"the weights {version!r} could not be loaded from {path}: {error or repr(error)}"
+        self._failure = f"the weights {version!r} could not be loaded from {path}: {str(error) or repr(error)}"
         logger.critical("%s; this replica ends so that Ray replaces it", self._failure)
         self._is_failed()
         return UpstreamFailed(self._failure)
@@ -231,3 +249,9 @@ class ReplicaWeights:
     async def _resume(self) -> None:
         assert self._engine is not None
         await self._engine.resume()
+
+
+def _log_failure(change: asyncio.Task[None]) -> None:
+    """Log why a change failed for which nobody waits any more."""
+    if not change.cancelled() and (error := change.exception()) is not None:
+        logger.error("a change of the weights failed, for which nobody waits: %s", error)
