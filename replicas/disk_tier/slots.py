@@ -189,9 +189,9 @@ def _is_slot(folder: Path) -> bool:
 
 
 def _last_use_s(folder: Path) -> float:
-    """Return when a file below a folder was written or read last, to the precision of its folders.
+    """Return when a file below a folder was written or deleted last, or a slot was taken, by the times of its folders.
 
-    A folder without slots counts as in use.
+    Reads are not seen. A folder without slots counts as in use.
     """
     times = (path.stat().st_mtime for slot in _slots_in(folder) for path in (slot, *slot.iterdir()))
     return max(times, default=inf)

@@ -369,8 +369,10 @@ class DiskTier(SecondaryTierManager):
 
     def _write(self, transfer: Transfer, part: Sequence[tuple[int, OffloadKey, int]], victims: Sequence[Path]) -> None:
         try:
-            for path in victims:
-                self._janitor.unlink(path)
+            # All are tried, and those that fail are tried again later. But nothing is written beyond the slot's size.
+            errors = [error for path in victims if (error := self._janitor.unlink(path)) is not None]
+            if errors:
+                raise errors[0]
             for _, key, row in part:
                 path = self._slots.own_file(key)
                 self._janitor.keep(path)
@@ -511,6 +513,7 @@ class DiskTier(SecondaryTierManager):
             self._writes = False
             self.chunks.clear()
             self._copies.clear()
+            self._victims.clear()
             self._janitor.reopen()
         if before is None or before[0] is not trouble:
             logger.warning("Disk tier degraded: %s (%s), %s; the replica serves without", trouble, direction, error)
