@@ -354,6 +354,7 @@ class ProgramServer(LLMServer):
             Why nothing more is computed in this pause, or None; and the error if the body cannot be read.
         """
         try:
+            reading(tenant_of(key), body)
             return await self._early_prompts.send(key, body, continuation), None
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             return None, naming_field(as_refusal(error), body)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from cluster.core.interpreter import SWITCH_S, computing
 from cluster.http.fair_thread import SHORT_BYTES, FairThread
-from replicas.render_threads import LARGE, RenderThreads, is_large, reading
+from replicas.render_threads import LARGE, RenderThreads, _whose, is_large, reading
+from replicas.server import ProgramServer
 from replicas.vllm_patches import share_rendering
 
 TIMEOUT_S = 20
@@ -31,6 +33,15 @@ TIMEOUT_S = 20
         ({"messages": [{"role": "user", "content": "x"}] * 3000}, True),
         ({"messages": [], "tools": [{}] * 300}, True),
         ({"messages": [{}] * 100, "tools": [{}] * 100}, False),
+        ({"messages": [{"content": None, "tool_calls": [{"function": {"arguments": "x" * LARGE}}]}]}, True),
+        ({"messages": [{"tool_calls": [{"function": {"arguments": {"text": ["x" * LARGE]}}}]}]}, True),
+        ({"messages": [{"content": "hi", "reasoning": "x" * LARGE}]}, True),
+        ({"messages": [{"content": "hi", "reasoning_content": "x" * LARGE}]}, True),
+        ({"messages": [], "tools": [{"function": {"description": "x" * LARGE}}]}, True),
+        ({"messages": [], "tools": [{"function": {"parameters": {"properties": {"x" * LARGE: {}}}}}]}, True),
+        ({"messages": [], "tools": [{"function": {"parameters": {"enum": list(range(LARGE))}}}]}, True),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x" * LARGE}}]}]}, False),
+        ({"messages": [{"tool_calls": 7, "reasoning": 8}], "tools": "x"}, False),
         ({"prompt": "x" * LARGE}, True),
         ({"prompt": list(range(3000))}, True),
         ({"prompt": ["x" * LARGE]}, True),
@@ -40,6 +51,21 @@ TIMEOUT_S = 20
 )
 def test_a_prompt_is_large_by_its_parts_and_its_text(body: dict[str, Any], large: bool) -> None:
     assert is_large(body) is large
+
+
+async def test_the_early_prompt_of_a_program_is_its_tenants_and_has_a_size() -> None:
+    whose: list[tuple[str, bool]] = []
+
+    class Prompts:
+        async def send(self, key: str, body: Mapping[str, Any], continuation: None) -> None:
+            whose.append(_whose.get())
+
+    server: Any = ProgramServer.__new__(ProgramServer)
+    server._early_prompts = Prompts()
+    for text in ("hi", "x" * LARGE):
+        body = {"messages": [{"role": "tool", "content": text}]}
+        assert await server.extend("acme/program", body, None) == (None, None)
+    assert whose == [("acme", False), ("acme", True)]
 
 
 def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
