@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from vllm.v1.kv_offload.tiering.fs.io import probe_o_direct
@@ -40,7 +39,7 @@ class Janitor:
         clock: Clock,
         wanted_bytes: int,
         opened: Callable[[bool, Sequence[bytes] | None], None],
-        failed: Callable[[Direction, OSError | None], None],
+        failed: Callable[[Direction, Exception | None], None],
     ) -> None:
         self._slots = slots
         self._clock = clock
@@ -110,7 +109,7 @@ class Janitor:
 
     def _run(self) -> None:
         while True:
-            self._maintain()
+            self._do(self._maintain)
             deadline_s = self._clock.now_s() + RETRY_S
             while (left_s := deadline_s - self._clock.now_s()) > 0:
                 try:
@@ -119,16 +118,22 @@ class Janitor:
                     break
                 if task is None:
                     return
-                with suppress(OSError):
-                    task()
+                self._do(task)
 
-    def _maintain(self) -> None:
+    def _do(self, task: Callable[[], object]) -> None:
+        """Run a task. Its failure is reported and does not end the thread, which is the only one that tries again."""
         try:
-            self._open()
-            self._delete_again()
-            self._clean()
+            task()
         except OSError as error:
             self._failed(Direction.WRITE, error)
+        except Exception as error:
+            logger.exception("Disk tier: an unexpected failure")
+            self._failed(Direction.WRITE, error)
+
+    def _maintain(self) -> None:
+        self._open()
+        self._delete_again()
+        self._clean()
 
     def _open(self) -> None:
         """Take a slot, if there is none."""
@@ -142,8 +147,8 @@ class Janitor:
                 self._opened(direct, self._slots.scan(self._wanted_bytes))
             else:
                 self._failed(Direction.WRITE, None)
-        except OSError:
-            self._release()
+        except Exception:
+            self._release()  # otherwise a slot that was not scanned would never be used
             if self._slots.folder.is_dir():  # a volume that cannot be written may be read
                 self._opened(False, None)
             raise

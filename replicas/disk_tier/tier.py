@@ -412,9 +412,10 @@ class DiskTier(SecondaryTierManager):
             transfer.done.add(key)
             transfer.progress_s = self._clock.now_s()
 
-    def report_failure(self, direction: Direction, error: OSError | None) -> None:
+    def report_failure(self, direction: Direction, error: Exception | None) -> None:
         """Report a failure of the volume. None: all slots are in use."""
-        trouble = Trouble.NO_SLOT if error is None else TROUBLE_OF_ERRNO.get(error.errno or 0, Trouble.IO_ERROR)
+        number = error.errno if isinstance(error, OSError) else None
+        trouble = Trouble.NO_SLOT if error is None else TROUBLE_OF_ERRNO.get(number or 0, Trouble.IO_ERROR)
         self._reports.append(partial(self._stop, direction, trouble, error))
 
     def _opened(self, direct: bool, keys: Sequence[bytes] | None) -> None:

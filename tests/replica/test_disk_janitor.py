@@ -1,14 +1,16 @@
 """The thread of the disk tier that opens the volume and deletes files, on a volume that fails."""
 
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.core.clock import MonotonicClock
+from replicas.disk_tier.slots import VOLUME_FILE, Slots
 from replicas.disk_tier.tier import DiskTier
-from replicas.disk_tier.trouble import Direction
+from replicas.disk_tier.trouble import Direction, Trouble
 from tests.replica.test_disk_tier import context, stored, tier_on, write
 
 
@@ -89,3 +91,39 @@ def test_files_that_were_to_be_deleted_are_left_to_who_has_their_slot(
     assert stored(tmp_path) == 4
     tier.take_reports()
     assert len(tier.chunks.blocks) == 4, "this one has found them in its slot"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"0123", b"0123456789abcdeX", b"0123456789abcdef\n"])
+def test_a_damaged_name_of_the_folder_is_replaced_for_all_replicas(tmp_path: Path, content: bytes) -> None:
+    one, two = (Slots(tmp_path, "model", 2) for _ in range(2))
+    one.folder.mkdir()
+    file = one.folder / VOLUME_FILE
+    file.write_bytes(content)
+    assert one.take(create=True)
+    assert two.take(create=False)
+    assert re.fullmatch("[0-9a-f]{16}", one.volume)
+    assert one.volume == two.volume == file.read_text()
+    assert sorted(path.name for path in one.folder.iterdir()) == ["slot-0", "slot-1", VOLUME_FILE]
+
+
+def test_what_the_thread_does_not_expect_is_reported_and_does_not_end_it(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def damaged() -> list[str]:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._slots, "remove_stale", damaged)
+        tier._janitor._clean_at_s = 0.0
+        tier._janitor.wake()
+        tier._janitor.wait()
+    tier._janitor._tasks.put(damaged)
+    tier._janitor.wait()
+    tier.take_reports()
+    assert tier.troubles == {Trouble.IO_ERROR: 2}
+    assert not tier.writable
+    assert "UnicodeDecodeError" in caplog.text
+    write(tier, 1, "ends", 4, saved_s=1.0)
+    tier.forget("ends")
+    tier._janitor.wait()
+    assert stored(tmp_path) == 0, "it works on"
