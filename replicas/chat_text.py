@@ -37,12 +37,13 @@ class ChatText:
 
     Args:
         online: vLLM's OnlineRenderer.
+        may_see: whether the model reads images if it can.
     """
 
-    def __init__(self, online: Any) -> None:
+    def __init__(self, online: Any, *, may_see: bool = True) -> None:
         self._online = online
         self._renderer = online.renderer
-        self._sees = bool(online.model_config.is_multimodal_model)
+        self._sees = may_see and bool(online.model_config.is_multimodal_model)
         self._is_text = not (
             online.use_harmony
             or is_mistral_tokenizer(self._renderer.tokenizer)
@@ -229,7 +230,8 @@ class ChatText:
                 return Examined((), ("samples of some hundred tokens, for which this model's context is too short",))
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        # vLLM's own threads: it has a tokenizer for each of them, and would copy one for any other.
+        # The executor is `RenderThreads` in a replica. No other thread may use the tokenizer: only HfRenderer has a
+        # copy of it for each call, and it would make a further copy for a third thread.
         return await asyncio.get_running_loop().run_in_executor(self._renderer._executor, function, *arguments)
 
 

@@ -37,8 +37,10 @@ class FairThreads:
 
         Args:
             tenant: whose job it is.
-            work: its result or exception becomes that of the returned future.
-            is_unwanted: asked when the job's turn comes; True cancels it. The future can be cancelled until then, too.
+            work: its result or exception becomes that of the returned future. What is raised and is no Exception, such
+                as a panic of a library in Rust, becomes the cause of a RuntimeError.
+            is_unwanted: called when the job's turn comes; True cancels it. If it raises, this is the job's exception,
+                and ``work`` is not called. The future can be cancelled until then, too.
         """
         job = _Job(Future(), work, is_unwanted)
         with self._news:
@@ -65,11 +67,26 @@ class FairThreads:
 
 
 def _run(job: _Job) -> None:
-    if job.is_unwanted():
-        job.future.cancel()
+    """Run a job. Nothing that it raises may end the thread, for which all later jobs wait."""
+    failure: BaseException | None = None
+    try:
+        if job.is_unwanted():
+            job.future.cancel()
+    except BaseException as error:  # noqa: BLE001 - it is the job's
+        failure = error
     if not job.future.set_running_or_notify_cancel():
         return
-    try:
-        job.future.set_result(job.work())
-    except Exception as error:  # noqa: BLE001 - it is the job's
-        job.future.set_exception(error)
+    result = None
+    if failure is None:
+        try:
+            result = job.work()
+        except BaseException as error:  # noqa: BLE001 - it is the job's
+            failure = error
+    if failure is None:
+        job.future.set_result(result)
+    elif isinstance(failure, Exception):
+        job.future.set_exception(failure)
+    else:  # it would pass all handlers of errors, and end the engine or the replica
+        wrapped = RuntimeError(f"a job ended with {failure!r}")
+        wrapped.__cause__ = failure
+        job.future.set_exception(wrapped)

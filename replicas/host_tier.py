@@ -26,14 +26,11 @@ none. On CUDA vLLM's own worker copies: asynchronously, in its own streams, with
 
 import itertools
 import logging
-import shutil
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -53,6 +50,7 @@ from cluster.core.errors import ConfigError, IntegrityError
 from replicas.copying_worker import CopyingWorker
 from replicas.disk_tier.identity import model_identity
 from replicas.kv_store import check_installed
+from replicas.tier_size import fitting_bytes
 from replicas.vllm_versions import ChunkStatus, HostChunks, tier_chunks
 
 logger = logging.getLogger("ray.serve")
@@ -113,7 +111,8 @@ class Account:
     contexts: dict[int, Context] = field(default_factory=dict)
     """The context of the newest turn, by KV cache group."""
     leading: int | None = None
-    """Number of leading chunks of the main group's context that are stored. None: it has to be counted again."""
+    """Number of leading chunks of the main group's context that are stored. All of them are in ``chunks``. More may be
+    stored by now. None: it has to be counted again."""
     main: int = 0
     """Number of the KV cache group in which ``leading`` is counted, see `replicas.kv_groups.KvGroups.main`."""
 
@@ -262,14 +261,28 @@ class ProgramChunks(CachePolicy):
         return self._disown(account, before)
 
     def leading(self, account: Account) -> int:
-        """Return how many chunks a turn with this context would find, counted from its first one."""
-        if account.leading is None:
-            missing = (i for i, key in enumerate(account.keys) if key not in self.blocks)
-            account.leading = next(missing, len(account.keys))
-        return account.leading
+        """Return how many chunks a turn with this context would find, counted from its first one.
+
+        Another program may have stored some of them again. The account becomes an owner of these, so that the count is
+        made again when one of them is removed.
+        """
+        counted, keys = account.leading or 0, account.keys
+        if account.leading is None or (counted < len(keys) and keys[counted] in self.blocks):
+            stored = self._stored_from(keys, counted)
+            if foreign := [key for key in keys[counted:stored] if key not in account.chunks]:
+                self._own(account, foreign)
+            account.leading = counted = stored
+        return counted
+
+    def _stored_from(self, keys: Sequence[OffloadKey], first: int) -> int:
+        """Return the number of the first one of ``keys`` from ``first`` on that is not stored."""
+        return next((i for i in range(first, len(keys)) if keys[i] not in self.blocks), len(keys))
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every chunk has owners or is listed as without an owner."""
+        """Raise IntegrityError unless every chunk has owners or is listed as without an owner, and all counts hold."""
+        for account in self.accounts.values():
+            if (account.leading or 0) > self._stored_from(account.keys, 0):
+                raise IntegrityError(f"{account.key} counts {account.leading} leading chunks, and not all are stored")
         owned = {(key, account.key) for account in self._stored for key in account.chunks}
         known = {(key, account.key) for key, owners in self._owners.items() for account in owners}
         if owned != known:
@@ -473,16 +486,6 @@ TIERED_SPEC = "replicas.disk_tier.cache", "TieredSpec"
 PROGRAM_SHARE = 0.25
 """Default of the largest share of the tier for one program."""
 
-MEMORY_SHARE = 0.5
-"""Share of the machine's available memory that the tiers of all its replicas take together."""
-
-CPU_CACHES = 2
-"""Largest size of a tier on a CPU machine, as a multiple of the KV cache. Host and device memory are the same there,
-and the tier only serves to try it out."""
-
-SHARED_MEMORY = Path("/dev/shm")
-"""Directory in which vLLM's CUDA worker keeps the tier."""
-
 
 def kv_transfer_config(
     num_bytes: int | None,
@@ -546,21 +549,6 @@ def fit_tiers(config: Any) -> None:
         on_cpu = config.device_config.device_type == "cpu"
         cache_bytes = config.cache_config.kv_cache_memory_bytes if on_cpu else None
         extra["cpu_bytes_to_use"] = fitting_bytes(extra["replicas_here"], cache_bytes)
-
-
-def fitting_bytes(replicas: int, kv_cache_bytes: int | None) -> int:
-    """Return the size in bytes of a replica's tier, where the configuration has none.
-
-    Args:
-        replicas: number of replicas that share this machine.
-        kv_cache_bytes: KV cache size of a CPU replica. None on CUDA, where the tier is in shared memory.
-    """
-    share = int(psutil.virtual_memory().available * MEMORY_SHARE) // max(1, replicas)
-    if kv_cache_bytes is not None:
-        return min(share, CPU_CACHES * kv_cache_bytes)
-    if SHARED_MEMORY.is_dir():
-        share = min(share, int(shutil.disk_usage(SHARED_MEMORY).free * MEMORY_SHARE) // max(1, replicas))
-    return share
 
 
 class HostTierSpec(CPUOffloadingSpec):

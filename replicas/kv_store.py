@@ -3,6 +3,10 @@
 They take the place of the host tier and of the disk tier. A store keeps the KV of all turns and knows no programs, so
 that nothing is swapped or fetched ahead. Both have the tenant's salt in their keys: LMCache's server gets the salt with
 each request, and Mooncake's keys are vLLM's block hashes.
+
+LMCache's keys have only the name of the model, the tokens and the salt. Therefore a model in LMCache has no adapters
+and reads no images, and a model in either store keeps its weights: Mooncake's connector copies KV in threads of its
+own, which an update of the weights cannot wait for.
 """
 
 from importlib.util import find_spec

@@ -104,9 +104,10 @@ class ProgramServer(LLMServer):
         self._store_due_s = 0.0
         self._router_side: RouterSide | None = None
         source, start_s = str(llm_config.model_loading_config.model_source), config.replicas.start_timeout_s
-        self._weights = ReplicaWeights(source, start_s, self._end_soon)
-        self._loops: list[asyncio.Task[NoReturn]] = []
         replicas = config.replicas
+        kv_store = replicas.kv_store.name if replicas.kv_store is not None else None
+        self._weights = ReplicaWeights(source, start_s, self._end_soon, kv_store)
+        self._loops: list[asyncio.Task[NoReturn]] = []
         self._ticks = Ticks(replicas.stream_interval_ms / 1000)
         max_waiting = None if replicas.max_queued_requests < 0 else replicas.max_queued_requests
         self._turn_server = TurnServer(self._answer, max_turns=replicas.max_ongoing_requests, max_waiting=max_waiting)
@@ -134,7 +135,9 @@ class ProgramServer(LLMServer):
         )
         self._usage = UsageStore(store.url, timeout_s=store.timeout_s, clock=MonotonicClock())
         self._weights_store = WeightsStore(store.url, model=model.id, timeout_s=store.timeout_s, clock=MonotonicClock())
-        self._text = ChatText(self.engine.chat_renderer)
+        kv_store = self._config.replicas.kv_store
+        may_see = kv_store is None or not kv_store.knows_only_tokens
+        self._text = ChatText(self.engine.chat_renderer, may_see=may_see)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
         extend = partial(self._channel.call, "extend")
@@ -351,6 +354,7 @@ class ProgramServer(LLMServer):
             Why nothing more is computed in this pause, or None; and the error if the body cannot be read.
         """
         try:
+            reading(tenant_of(key), body)
             return await self._early_prompts.send(key, body, continuation), None
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             return None, naming_field(as_refusal(error), body)

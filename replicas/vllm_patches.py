@@ -40,6 +40,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 from vllm.utils import system_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -486,8 +487,12 @@ def share_compilation(manager: Any) -> None:
 
 
 def share_rendering(renderer: Any) -> None:
-    """Let vLLM's renderer use `RenderThreads` in place of its thread, also where it has kept the executor."""
-    renderer._executor.submit = RenderThreads().submit
+    """Let vLLM's renderer use `RenderThreads` in place of its thread, also where it has kept the executor.
+
+    Only some of vLLM's renderers, such as HfRenderer, have a tokenizer that several threads may use.
+    """
+    is_pooled = isinstance(renderer.tokenizer, ThreadSafeHFTokenizerMixin)
+    renderer._executor.submit = RenderThreads(is_pooled=is_pooled).submit
 
 
 def _without_reasoning(manager: Any, request: Any, ids: list[int], known: int) -> Sequence[int]:

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.core.errors import ControlTimeout, UpstreamFailed
+from cluster.core.errors import BadRequest, ControlTimeout, UpstreamFailed
 from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.store.client import StoreUnavailable
-from cluster.store.weights import WeightsStore, WeightsTarget
+from cluster.store.weights import WeightsStore, WeightsTarget, refused_with_store
 from replicas.checkpoint import check_checkpoint
 from replicas.disk_tier.identity import weights_identity
 
@@ -78,18 +78,23 @@ class ReplicaWeights:
         timeout_s: seconds within which weights have to be loaded, and each call of the scheduler has to be answered.
             It hashes the tokens of all turns again.
         is_failed: called if the weights of the store cannot be loaded. The replica must then end.
+        kv_store: the name of the KV store of another project that the replica has. No other weights are then loaded.
     """
 
-    def __init__(self, model: str, timeout_s: float, is_failed: Callable[[], None]) -> None:
+    def __init__(
+        self, model: str, timeout_s: float, is_failed: Callable[[], None], kv_store: str | None = None
+    ) -> None:
         self.version = INITIAL_WEIGHTS
         self.paused = False
         self._model = model
         self._timeout_s = timeout_s
         self._path: str | None = None
         self._is_failed = is_failed
+        self._kv_store = kv_store
         self._failure: str | None = None
         self._lock = asyncio.Lock()
         self._engine: Engine | None = None
+        self._changes: set[asyncio.Task[None]] = set()
 
     def open(self, engine: Engine, call: Call, streams: Streams) -> None:
         """Begin.
@@ -109,17 +114,30 @@ class ReplicaWeights:
         """Check a folder of weights. It does not change anything.
 
         Raises:
-            BadRequest: the folder cannot be loaded.
+            BadRequest: the folder cannot be loaded, or the replica has a KV store and the weights are others.
         """
+        if self._kv_store is not None and not (Path(path).is_dir() and self._salt(path) == ""):
+            raise refused_with_store(self._kv_store)
         check_checkpoint(path, self._model)
 
     async def follow(self, target: WeightsTarget) -> None:
-        """Do what has to be done to be as the target says.
+        """Do what has to be done to be as the target says. It is completed if the caller is cancelled meanwhile.
 
         Raises:
             UpstreamFailed: the weights could not be loaded. The replica ends if it has not the weights that it should
                 have, and will not get them soon.
         """
+        # A change that ends in the middle would leave KV of other weights, or a pause of which nobody knows.
+        change = asyncio.create_task(self._change(target))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        try:
+            await asyncio.shield(change)
+        except asyncio.CancelledError:
+            change.add_done_callback(_log_failure)
+            raise
+
+    async def _change(self, target: WeightsTarget) -> None:
         async with self._lock:
             if self._failure is not None:
                 raise UpstreamFailed(self._failure)
@@ -158,6 +176,11 @@ class ReplicaWeights:
         logger.warning("Redis does not answer: this replica starts with the weights of the configuration")
 
     async def _update(self, version: str, path: str) -> None:
+        if self._kv_store is not None:  # Redis may have weights from a deployment without it
+            try:
+                await asyncio.to_thread(self.check, path)
+            except BadRequest as error:
+                raise self._fail(version, path, error) from error
         if not self.paused:
             await self._pause()
         try:
@@ -172,8 +195,10 @@ class ReplicaWeights:
                 submitted = self._streams.submitted()
                 answer = await self._call("renew_kv", within_s=self._timeout_s, version=version)
             except Exception as error:
-                self._fail(f"the weights {version!r} could not be loaded from {path}: {error or repr(error)}")
-                raise UpstreamFailed(str(self._failure)) from error
+                raise self._fail(version, path, error) from error
+            except BaseException as error:  # the event loop ends: the KV may be of other weights than the engine's
+                self._fail(version, path, error)
+                raise
             self._streams.weights_changed(version, answer["tokens"], submitted)
             self.version, self._path = version, path
             logger.info("the weights are %r now, from %s", version, path)
@@ -194,10 +219,13 @@ class ReplicaWeights:
                 raise UpstreamFailed(f"the weights are not changed: {error}") from error
             if answer["settled"]:
                 return
-            if answer["steps"]:
+            if not answer["steps"]:
+                await asyncio.sleep(SETTLE_S)
+                continue
+            try:
                 await self._resume()
-            await asyncio.sleep(SETTLE_S)
-            if answer["steps"]:
+                await asyncio.sleep(SETTLE_S)
+            finally:
                 await self._pause()
         raise UpstreamFailed("copies between the tiers do not end, so that the weights cannot be changed")
 
@@ -207,10 +235,12 @@ class ReplicaWeights:
         identity = weights_identity(Path(path), None)
         return "" if own.is_dir() and weights_identity(own, None) == identity else identity
 
-    def _fail(self, reason: str) -> None:
-        self._failure = reason
-        logger.critical("%s; this replica ends so that Ray replaces it", reason)
+    def _fail(self, version: str, path: str, error: BaseException) -> UpstreamFailed:
+        """End the replica, since it has not the weights that it should have. Return the error of the update."""
+        self._failure = f"the weights {version!r} could not be loaded from {path}: {str(error) or repr(error)}"
+        logger.critical("%s; this replica ends so that Ray replaces it", self._failure)
         self._is_failed()
+        return UpstreamFailed(self._failure)
 
     async def _pause(self) -> None:
         assert self._engine is not None
@@ -219,3 +249,9 @@ class ReplicaWeights:
     async def _resume(self) -> None:
         assert self._engine is not None
         await self._engine.resume()
+
+
+def _log_failure(change: asyncio.Task[None]) -> None:
+    """Log why a change failed for which nobody waits any more."""
+    if not change.cancelled() and (error := change.exception()) is not None:
+        logger.error("a change of the weights failed, for which nobody waits: %s", error)

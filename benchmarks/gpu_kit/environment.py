@@ -17,7 +17,7 @@ from benchmarks.gpu_kit.pressure import memory_of as memory_of_pressure
 from benchmarks.gpu_kit.probe import ROOT
 from benchmarks.gpu_kit.task import Findings, Task
 from cluster.core.clock import MonotonicClock
-from replicas.host_tier import SHARED_MEMORY
+from replicas.tier_size import SHARED_MEMORY
 
 LOCK = ROOT / "requirements" / "gpu.lock"
 LEAST_DEVICE_BYTES = 12 << 30

@@ -96,8 +96,15 @@ def sees_images(source: str) -> bool:
 
 
 def seeing_models(config: CaesuraConfig) -> frozenset[str]:
-    """Return the names of the models that read images, with those of their adapters."""
-    seeing = {model for model, own in config.served.items() if sees_images(own.model.source)}
+    """Return the names of the models that read images, with those of their adapters.
+
+    A model whose KV store knows only tokens reads none: the tokens of all images are the same.
+    """
+    seeing = {
+        model
+        for model, own in config.served.items()
+        if not (own.replicas.kv_store and own.replicas.kv_store.knows_only_tokens) and sees_images(own.model.source)
+    }
     return frozenset(seeing | {name for name, model in config.adapters.items() if model in seeing})
 
 

@@ -1,5 +1,6 @@
 """Configuration of models: which are served, on which replicas, and which model a class of programs uses."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -125,6 +126,13 @@ class KvStoreConfig(Section):
             raise ValueError(f"has no effect with {info.data['name']}; remove it")
         return value
 
+    @property
+    def knows_only_tokens(self) -> bool:
+        """Whether its keys have the model's name, the tokens and the salt, and not vLLM's hashes of adapters and
+        images.
+        """
+        return self.name == "lmcache"
+
 
 class ReplicaConfig(Section):
     """The replicas of a model: their number, their devices and their limits."""
@@ -166,7 +174,8 @@ class ReplicaConfig(Section):
     then loads its context in place of computing it. null: there is none."""
     kv_store: KvStoreConfig | None = None
     """A KV store of another project, in place of the host tier and the disk tier. Programs are then neither swapped nor
-    fetched ahead. null: there is none."""
+    fetched ahead, and the model's weights cannot be changed while it serves. With lmcache a model has no adapters and
+    reads no images. null: there is none."""
     max_ongoing_requests: int = Field(256, ge=1)
     """Maximum number of turns in one replica. Further turns wait there in the order of their arrival."""
     max_queued_requests: int = Field(2048, ge=-1)
@@ -250,6 +259,28 @@ class ReplicaConfig(Section):
         return self.most * self.data_parallel_size
 
 
+def check_adapters(replicas: ReplicaConfig, adapters: Mapping[str, AdapterConfig] | None) -> ReplicaConfig:
+    """Return the replicas, if no tier of theirs can load KV that another adapter of the model has computed.
+
+    Raises:
+        ValidationError: one can.
+    """
+    store = replicas.kv_store
+    reasons = {
+        "disk_tier": "an adapter has only a name, and files may be of an earlier one" if replicas.disk_tier else None,
+        "kv_store": f"{store.name} finds KV by the name of the model" if store and store.knows_only_tokens else None,
+    }
+    wrong: list[InitErrorDetails] = []
+    for key, reason in reasons.items():
+        if adapters and reason is not None:
+            message = f"cannot be used with model.adapters, since {reason}"
+            kind = PydanticCustomError("adapters_mixed", "{message}", {"message": message})
+            wrong.append({"type": kind, "loc": (key,), "input": getattr(replicas, key).model_dump(exclude_none=True)})
+    if wrong:
+        raise ValidationError.from_exception_data("replicas", wrong)
+    return replicas
+
+
 class ModelConfig(ModelWeights):
     """The first model that is served."""
 
@@ -267,6 +298,11 @@ class FurtherModel(ModelWeights):
     """Costs of the steps of this model's replicas. It has the meaning of the top-level key `cost_model`."""
     slo: SloConfig = Field(default_factory=SloConfig)
     """SLO bounds for this model. A bound that is not set here is that of the top-level key `slo`."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _knows_adapters(cls, replicas: ReplicaConfig, info: ValidationInfo) -> ReplicaConfig:
+        return check_adapters(replicas, info.data.get("adapters"))
 
 
 class ClassRule(Section):

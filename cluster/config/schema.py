@@ -18,6 +18,7 @@ from cluster.config.models import (
     ModelId,
     ReplicaConfig,
     adapter_model,
+    check_adapters,
 )
 from cluster.config.sections import (
     AuthConfig,
@@ -259,6 +260,12 @@ class CaesuraConfig(Section):
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
     """Settings of tenants, by the names that API keys give them. A tenant without an entry has no limits, and metrics
     count it under `other`."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _knows_adapters(cls, replicas: ReplicaConfig, info: ValidationInfo) -> ReplicaConfig:
+        first = info.data.get("model")
+        return replicas if first is None else check_adapters(replicas, first.adapters)
 
     @field_validator("models")
     @classmethod

@@ -16,7 +16,7 @@ from cluster.core.clock import Clock
 from cluster.core.errors import BadRequest, ControlTimeout, HttpError, Overloaded, UpstreamFailed
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.store.client import StoreUnavailable
-from cluster.store.weights import WeightsStore, WeightsTarget
+from cluster.store.weights import WeightsStore, WeightsTarget, refused_with_store
 
 UPDATE_SLACK_S = 60.0
 """Seconds that an update may take beside the loading of the weights."""
@@ -116,7 +116,8 @@ class WeightRoutes:
         """Load weights from a folder on all replicas of a model. Turns under way wait, and go on with the new weights.
 
         Raises:
-            BadRequest: a field is invalid, or a replica cannot load the folder. Nothing was changed.
+            BadRequest: a field is invalid, the model has a KV store, or a replica cannot load the folder. Nothing was
+                changed.
             Overloaded: the store does not answer. If it had the new version already, replicas will load it.
             UpstreamFailed: a replica could not load the weights. It is named, and it is replaced. The others have them.
         """
@@ -124,6 +125,8 @@ class WeightRoutes:
         if request.model is None and len(self._served) > 1:
             raise BadRequest(f"model: choose one of: {', '.join(self._served)}", param="model")
         model = next(iter(self._served)) if request.model is None else self._known(request.model)
+        if (kv_store := self._served[model].replicas.kv_store) is not None:
+            raise refused_with_store(kv_store.name)
         checks = await self._fleet.broadcast_to(model, "check_weights", request.path, within_s=UPDATE_SLACK_S)
         for refusal in checks:
             if refusal is not None:

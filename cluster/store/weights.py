@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.core.clock import Clock
+from cluster.core.errors import BadRequest
 from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.store.client import RedisStore, key_space
 
@@ -20,6 +21,18 @@ class WeightsTarget:
     """The folder of the weights. None: the model's own."""
     paused: bool = False
     """Whether the replicas wait before they generate more."""
+
+
+def refused_with_store(kv_store: str) -> BadRequest:
+    """Return the refusal of other weights for a model with a KV store of another project.
+
+    Its keys do not depend on the weights, or nobody has shown that they do for all of its copies.
+    """
+    return BadRequest(
+        f"model: its weights cannot be changed, because it has replicas.kv_store ({kv_store}), which may load KV of the"
+        " old weights",
+        param="model",
+    )
 
 
 class WeightsStore(RedisStore):

@@ -44,7 +44,8 @@ from replicas.disk_tier.slots import Slots
 from replicas.disk_tier.tier import DiskTier
 from replicas.disk_tier.trouble import Trouble
 from replicas.disk_tier.value import WriteOutcome, disk_standing, refusal
-from replicas.host_tier import SHARED_MEMORY, Account, HostCache, HostTierSpec, Standing
+from replicas.host_tier import Account, HostCache, HostTierSpec, Standing
+from replicas.tier_size import SHARED_MEMORY
 from replicas.vllm_versions import HostChunks, offload_region, tier_chunks
 
 SHORTEST_WAIT_S = 0.5

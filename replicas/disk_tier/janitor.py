@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from vllm.v1.kv_offload.tiering.fs.io import probe_o_direct
@@ -40,7 +39,7 @@ class Janitor:
         clock: Clock,
         wanted_bytes: int,
         opened: Callable[[bool, Sequence[bytes] | None], None],
-        failed: Callable[[Direction, OSError | None], None],
+        failed: Callable[[Direction, Exception | None], None],
     ) -> None:
         self._slots = slots
         self._clock = clock
@@ -48,8 +47,12 @@ class Janitor:
         self._opened = opened
         self._failed = failed
         self._doomed: set[Path] = set()
+        self._undeleted: set[Path] = set()
+        """Doomed files whose deletion has failed."""
+        self._logged = 0
+        """Number of these files in the last line of the log."""
         self._unlinking = threading.Lock()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._was_open = False
         self._clean_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="caesura_disk_janitor", daemon=True)
@@ -64,12 +67,21 @@ class Janitor:
         """Note files that are about to be deleted. It does no I/O and does not wait."""
         self._doomed.update(paths)
 
-    def unlink(self, path: Path) -> None:
-        """Delete a file that was doomed and was not kept since. It is for threads, as it asks the volume."""
+    def unlink(self, path: Path) -> OSError | None:
+        """Delete a file that was doomed and was not kept since. It is for threads, as it asks the volume.
+
+        If that fails, return why. It is tried again later.
+        """
         with self._unlinking:
+            self._undeleted.discard(path)
             if path in self._doomed:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    self._undeleted.add(path)
+                    return error
                 self._doomed.discard(path)
-                path.unlink(missing_ok=True)
+        return None
 
     def keep(self, path: Path) -> None:
         """Delete a file now or not at all, because it is about to be written. It is for threads, as it may wait."""
@@ -78,7 +90,7 @@ class Janitor:
 
     def reopen(self) -> None:
         """Give the slot up and take one again, because the volume was gone."""
-        self._tasks.put(self._slots.release)
+        self._tasks.put(self._release)
 
     def wake(self) -> None:
         """Try at once what would be tried in a while."""
@@ -97,7 +109,7 @@ class Janitor:
 
     def _run(self) -> None:
         while True:
-            self._maintain()
+            self._do(self._maintain)
             deadline_s = self._clock.now_s() + RETRY_S
             while (left_s := deadline_s - self._clock.now_s()) > 0:
                 try:
@@ -106,15 +118,22 @@ class Janitor:
                     break
                 if task is None:
                     return
-                with suppress(OSError):  # a file that cannot be deleted is deleted at the next start
-                    task()
+                self._do(task)
 
-    def _maintain(self) -> None:
+    def _do(self, task: Callable[[], object]) -> None:
+        """Run a task. Its failure is reported and does not end the thread, which is the only one that tries again."""
         try:
-            self._open()
-            self._clean()
+            task()
         except OSError as error:
             self._failed(Direction.WRITE, error)
+        except Exception as error:
+            logger.exception("Disk tier: an unexpected failure")
+            self._failed(Direction.WRITE, error)
+
+    def _maintain(self) -> None:
+        self._open()
+        self._delete_again()
+        self._clean()
 
     def _open(self) -> None:
         """Take a slot, if there is none."""
@@ -128,11 +147,25 @@ class Janitor:
                 self._opened(direct, self._slots.scan(self._wanted_bytes))
             else:
                 self._failed(Direction.WRITE, None)
-        except OSError:
-            self._slots.release()
+        except Exception:
+            self._release()  # otherwise a slot that was not scanned would never be used
             if self._slots.folder.is_dir():  # a volume that cannot be written may be read
                 self._opened(False, None)
             raise
+
+    def _release(self) -> None:
+        """Unlock the slot. Another replica may take it, so that no file of it is deleted any more."""
+        with self._unlinking:
+            self._doomed.clear()
+            self._undeleted.clear()
+        self._slots.release()
+
+    def _delete_again(self) -> None:
+        """Delete the files whose deletion has failed."""
+        errors = [error for path in list(self._undeleted) if (error := self.unlink(path)) is not None]
+        if errors and len(errors) != self._logged:
+            logger.warning("Disk tier: %d files cannot be deleted, such as %s", len(errors), errors[0])
+        self._logged = len(errors)
 
     def _clean(self) -> None:
         """Delete folders that nobody uses."""

@@ -32,7 +32,12 @@ in its slot when it starts."""
 VOLUME_FILE = "volume"
 """File with the random name of the folder, by which replicas know that they see the same one."""
 
+ATTEMPTS = 5
+"""Number of attempts to read this name, or to write one. Another replica may replace it meanwhile."""
+
 _NAME = re.compile(r"[0-9a-f]{2,128}")
+_VOLUME = re.compile(rb"[0-9a-f]{16}")
+"""What the file with the folder's name contains."""
 
 
 class Slots:
@@ -94,9 +99,12 @@ class Slots:
         return False
 
     def _volume(self) -> str:
-        """Return the name of the folder. The first replica chooses it."""
+        """Return the name of the folder. The first replica chooses it, also where the file is damaged."""
         path = self.folder / VOLUME_FILE
-        if not path.exists():
+        for _ in range(ATTEMPTS):
+            if (name := _name_in(path)) is not None:
+                return name
+            _remove_damaged(path)
             own = path.with_name(f"{VOLUME_FILE}.{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
             own.write_text(os.urandom(8).hex())
             try:
@@ -106,13 +114,14 @@ class Slots:
             except OSError:  # there are no hard links on this volume
                 own.replace(path)
             own.unlink(missing_ok=True)
-        return path.read_text()
+        raise OSError(errno.EIO, "the name that was written cannot be read", str(path))
 
     def release(self) -> None:
         """Unlock the slot. Its files stay for the next replica."""
-        if self._lock is not None:
-            os.close(self._lock)
-        self.own = self._lock = None
+        lock = self._lock
+        self.own = self._lock = None  # also where the volume is gone, and the file cannot be closed
+        if lock is not None:
+            os.close(lock)
 
     def own_file(self, key: bytes) -> Path:
         """Return the file of a chunk in the own slot."""
@@ -170,6 +179,24 @@ class Slots:
         return self._slot(number) / name[:2] / f"{name}{self.generation}{SUFFIX}"
 
 
+def _name_in(path: Path) -> str | None:
+    """Return the name of a folder, which its file has; None: there is no file, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return content.decode() if _VOLUME.fullmatch(content) else None
+
+
+def _remove_damaged(path: Path) -> None:
+    """Delete the file with the name of a folder, if it is damaged. Of several replicas that do it, one does."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        is_this = os.path.samestat(os.fstat(file.fileno()), path.stat())  # and not one that has replaced it
+        if is_this and not _VOLUME.fullmatch(file.read()):
+            path.unlink()
+
+
 def key_of(file: Path) -> bytes | None:
     """Return the key of a chunk's file; None: it is no such file, or one that was being written."""
     name = file.name.removesuffix(SUFFIX)
@@ -189,9 +216,9 @@ def _is_slot(folder: Path) -> bool:
 
 
 def _last_use_s(folder: Path) -> float:
-    """Return when a file below a folder was written or read last, to the precision of its folders.
+    """Return when a file below a folder was written or deleted last, or a slot was taken, by the times of its folders.
 
-    A folder without slots counts as in use.
+    Reads are not seen. A folder without slots counts as in use.
     """
     times = (path.stat().st_mtime for slot in _slots_in(folder) for path in (slot, *slot.iterdir()))
     return max(times, default=inf)

@@ -369,8 +369,10 @@ class DiskTier(SecondaryTierManager):
 
     def _write(self, transfer: Transfer, part: Sequence[tuple[int, OffloadKey, int]], victims: Sequence[Path]) -> None:
         try:
-            for path in victims:
-                self._janitor.unlink(path)
+            # All are tried, and those that fail are tried again later. But nothing is written beyond the slot's size.
+            errors = [error for path in victims if (error := self._janitor.unlink(path)) is not None]
+            if errors:
+                raise errors[0]
             for _, key, row in part:
                 path = self._slots.own_file(key)
                 self._janitor.keep(path)
@@ -410,9 +412,10 @@ class DiskTier(SecondaryTierManager):
             transfer.done.add(key)
             transfer.progress_s = self._clock.now_s()
 
-    def report_failure(self, direction: Direction, error: OSError | None) -> None:
+    def report_failure(self, direction: Direction, error: Exception | None) -> None:
         """Report a failure of the volume. None: all slots are in use."""
-        trouble = Trouble.NO_SLOT if error is None else TROUBLE_OF_ERRNO.get(error.errno or 0, Trouble.IO_ERROR)
+        number = error.errno if isinstance(error, OSError) else None
+        trouble = Trouble.NO_SLOT if error is None else TROUBLE_OF_ERRNO.get(number or 0, Trouble.IO_ERROR)
         self._reports.append(partial(self._stop, direction, trouble, error))
 
     def _opened(self, direct: bool, keys: Sequence[bytes] | None) -> None:
@@ -511,6 +514,7 @@ class DiskTier(SecondaryTierManager):
             self._writes = False
             self.chunks.clear()
             self._copies.clear()
+            self._victims.clear()
             self._janitor.reopen()
         if before is None or before[0] is not trouble:
             logger.warning("Disk tier degraded: %s (%s), %s; the replica serves without", trouble, direction, error)

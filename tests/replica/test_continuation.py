@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from vllm.config import MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.renderers.hf import HfRenderer
@@ -19,11 +20,13 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tokenizers.mistral import MistralTokenizer
 
 import replicas.tiny
+from cluster.core.errors import BadRequest
 from cluster.core.turn import pack_ids
 from replicas.chat_text import ChatText
 from replicas.continuation import TOOLS, Again, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
 from replicas.tiny.model import END
+from replicas.unseen_images import UNSEEN
 from tools_runtime.text import sanitized
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -309,6 +312,20 @@ async def test_a_context_too_short_for_the_samples_is_no_reason_not_to_start(sty
     online.model_config = copy.copy(online.model_config)
     online.model_config.max_model_len = 64
     assert (await ChatText(online).examine()).closings == ()
+
+
+async def test_a_model_that_may_not_see_reads_no_images(style: Callable[[str], Style]) -> None:
+    online = copy.copy(style("built-in").chat._online)
+    online.model_config = copy.copy(online.model_config)
+    online.model_config.multimodal_config = MultiModalConfig()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    body = {"messages": [{"role": "user", "content": [image]}]}
+    ChatText(online).check_parts(body, required=True)
+    assert ChatText(online).legible(body) == body
+    text = ChatText(online, may_see=False)
+    with pytest.raises(BadRequest, match="reads no images"):
+        text.check_parts(body, required=True)
+    assert text.legible(body) == {"messages": [{"role": "user", "content": [{"type": "text", "text": UNSEEN}]}]}
 
 
 async def test_a_conversation_that_the_template_refuses_is_a_refusal(style: Callable[[str], Style]) -> None:

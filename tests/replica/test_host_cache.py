@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
+from cluster.core.errors import IntegrityError
 from replicas.host_tier import HostCache, Standing
 
 CHUNK = 16
@@ -212,6 +213,39 @@ def test_a_program_can_be_evicted_from_its_first_chunk_on() -> None:
         tier.cache.reset_cache()
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_context_that_another_program_stores_again_counts_until_it_has_gone(asked: bool) -> None:
+    tier, keys = Tier(4), context("a", 4, shared=4)
+
+    def fill() -> None:
+        tier.resident("rich", saved_s=9.0)
+        assert tier.turn("rich", context("rich", 4)) == 4
+
+    tier.resident("a")
+    tier.turn("a", keys)
+    tier.away("a")
+    fill()
+    assert not asked or tier.has("a") == 0
+    tier.cache.forget("rich")
+    tier.resident("b")
+    assert tier.turn("b", keys) == 4
+    assert tier.has("a") == 4
+    tier.cache.forget("b")
+    assert tier.has("a") == 4
+    fill()
+    assert tier.has("a") == 0
+    tier.cache.chunks.check_integrity()
+
+
+def test_a_count_that_is_wrong_is_found() -> None:
+    tier = Tier(4)
+    tier.resident("a")
+    tier.turn("a", context("a", 3))
+    tier.cache.chunks.accounts["a"].leading = 4
+    with pytest.raises(IntegrityError, match="counts 4"):
+        tier.cache.chunks.check_integrity()
+
+
 PROGRAMS = st.sampled_from(["a", "b", "c", "d", None])
 TURNS = st.lists(
     st.tuples(PROGRAMS, st.integers(1, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4), st.booleans()),
@@ -223,6 +257,7 @@ TURNS = st.lists(
 @given(turns=TURNS)
 def test_whatever_comes_chunks_and_owners_add_up(share: float, turns: list[tuple]) -> None:  # type: ignore[type-arg]
     tier = Tier(10, share)
+    contexts: dict[str, list[OffloadKey]] = {}
     for number, (program, count, shared, away, pause, ends) in enumerate(turns):
         tier.now_s += 0.5
         if program is not None:
@@ -237,5 +272,9 @@ def test_whatever_comes_chunks_and_owners_add_up(share: float, turns: list[tuple
         chunks.check_integrity()
         assert len(chunks.blocks) <= 10
         assert all(len(account.chunks) <= tier.cache.quota_chunks + 3 for account in chunks.accounts.values())
-        if program is not None and not ends:
-            assert tier.has(program) == next((i for i, key in enumerate(keys) if key not in chunks.blocks), len(keys))
+        if program is not None:
+            contexts[program] = keys
+        contexts = {name: known for name, known in contexts.items() if name in chunks.accounts}
+        for name, known in contexts.items():
+            assert tier.has(name) == next((i for i, key in enumerate(known) if key not in chunks.blocks), len(known))
+        chunks.check_integrity()

@@ -1,6 +1,9 @@
 """KV stores of other projects: what is rendered is what the installed vLLM's connectors read."""
 
 import inspect
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -8,10 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import connector, worker
 
 from cluster.app import engine_kwargs
+from cluster.config.model_features import seeing_models
 from cluster.config.models import KvStoreConfig, ReplicaConfig
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import ConfigError
+from cluster.core.errors import BadRequest, ConfigError, UpstreamFailed
+from cluster.store.weights import WeightsTarget
 from replicas.kv_store import check_installed, store_environment, store_transfer_config
+from replicas.weights import ReplicaWeights
 
 LMCACHE = KvStoreConfig(name="lmcache", address="node.local:5555")
 MOONCAKE = KvStoreConfig(name="mooncake", config_file="/etc/mooncake.json")
@@ -48,3 +54,39 @@ def test_a_store_takes_the_place_of_the_host_tier() -> None:
 def test_a_package_that_is_not_installed_is_named(store: KvStoreConfig) -> None:
     with pytest.raises(ConfigError, match=f"{store.name} needs the Python package"):
         check_installed(store_transfer_config(store)["kv_connector"])
+
+
+def test_a_model_in_lmcache_sees_no_images(tmp_path: Path) -> None:
+    """The tokens of two images are the same, and its keys have nothing else of them."""
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"depth": 1}}))
+
+    def seeing(store: KvStoreConfig | None) -> frozenset[str]:
+        replicas = {"accelerator": "gpu", "kv_store": store and store.model_dump()}
+        model = {"id": "m", "source": str(tmp_path)}
+        return seeing_models(CaesuraConfig.model_validate({"model": model, "replicas": replicas}))
+
+    assert seeing(None) == seeing(MOONCAKE) == {"m"}
+    assert not seeing(LMCACHE)
+
+
+class NoEngine:
+    """An engine that no update may reach."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+async def test_a_replica_with_a_store_loads_no_other_weights(tmp_path: Path) -> None:
+    """Redis may have them from a deployment without a store."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, content in ((own, "1"), (other, "2")):
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    failed: list[bool] = []
+    weights = ReplicaWeights(str(own), 60.0, lambda: failed.append(True), kv_store="lmcache")
+    weights.open(NoEngine(), NoEngine(), NoEngine())  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=r"replicas\.kv_store.*lmcache"):
+        weights.check(str(other))
+    with pytest.raises(UpstreamFailed, match=r"replicas\.kv_store.*lmcache"):
+        await weights.follow(WeightsTarget("step-1", str(other)))
+    assert failed

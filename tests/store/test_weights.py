@@ -110,6 +110,24 @@ async def test_a_wrong_body_is_refused(server: EmbeddedRedis, body: dict[str, An
     assert not fleet.calls
 
 
+@pytest.mark.parametrize(
+    "kv_store", [{"name": "lmcache", "address": "h:1"}, {"name": "mooncake", "config_file": "/m.json"}]
+)
+async def test_weights_are_not_changed_where_a_kv_store_would_give_kv_of_the_old_ones(
+    server: EmbeddedRedis, store: WeightsStore, kv_store: dict[str, str]
+) -> None:
+    fleet = Fleet()
+    routes = routes_of(server, fleet, replicas={"accelerator": "gpu", "kv_store": kv_store}, models={"large": {}})
+    with pytest.raises(BadRequest, match=f"replicas.kv_store.*{kv_store['name']}") as caught:
+        await routes.update({**UPDATE, "model": "tiny"})
+    assert caught.value.param == "model"
+    assert not fleet.calls
+    assert (await store.read()).path is None
+    await routes.update({**UPDATE, "model": "large"})
+    await routes.set_paused({"model": "tiny"}, paused=True)
+    assert fleet.calls[-1] == ("tiny", "follow_weights", WeightsTarget("default", None, paused=True))
+
+
 async def test_several_models_need_a_name(server: EmbeddedRedis) -> None:
     routes = routes_of(server, Fleet(), models={"large": {}})
     with pytest.raises(BadRequest, match="tiny, large"):

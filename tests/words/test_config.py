@@ -198,6 +198,33 @@ def test_tiers_that_cannot_work_are_rejected_by_name(file: Path, text: str, comp
     assert line.startswith(f"{file}: {complaint}")
 
 
+@pytest.mark.parametrize(
+    ("tier", "key", "reason"),
+    [
+        ("{name: lmcache, address: 'h:1'}", "kv_store", "lmcache finds KV by the name of the model"),
+        ("{path: /kv, bytes: 1048576}", "disk_tier", "an adapter has only a name"),
+    ],
+)
+def test_a_tier_that_knows_no_adapters_is_rejected_for_a_model_with_some(
+    file: Path, tier: str, key: str, reason: str
+) -> None:
+    replicas = f"replicas: {{accelerator: gpu, {key}: {tier}}}\n"
+    (line,) = complaints(file, f"model: {{adapters: {{a: {{path: /a}}}}}}\n{replicas}")
+    assert line.startswith(f"{file}: replicas.{key}: ")
+    assert "model.adapters" in line
+    assert reason in line
+    (line,) = complaints(file, f"models:\n  large:\n    adapters: {{a: {{path: /a}}}}\n    {replicas}")
+    assert line.startswith(f"{file}: models.large.replicas.{key}: ")
+    (line,) = complaints(file, f"engine: {{enable_lora: true}}\n{replicas}")
+    assert "engine.enable_lora: is decided by model.adapters" in line
+
+
+def test_mooncake_knows_adapters(file: Path) -> None:
+    store = "kv_store: {name: mooncake, config_file: /m.json}"
+    file.write_text(f"model: {{adapters: {{a: {{path: {file.parent}}}}}}}\nreplicas: {{accelerator: gpu, {store}}}\n")
+    assert load_config(file, {}).model.adapters
+
+
 OLD_KEYS: list[tuple[str, str]] = [
     ("store: {url: 'redis://h:1'}\n", "store: is called redis now (got "),
     (

@@ -1,0 +1,54 @@
+"""What the threads of a replica do with jobs that fail in unusual ways."""
+
+import pytest
+
+from replicas.fair_threads import FairThreads
+
+TIMEOUT_S = 20
+
+
+class Panic(BaseException):
+    """As PyO3's PanicException, which a library in Rust raises where it fails."""
+
+
+def no() -> object:
+    raise ValueError("no")
+
+
+def panics() -> object:
+    raise Panic("index out of bounds")
+
+
+def leaves() -> object:
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize("failing", [no, panics, leaves])
+def test_no_job_ends_the_thread(failing: object) -> None:
+    threads = FairThreads(1)
+    failed = threads.submit("t", failing)  # type: ignore[arg-type]
+    assert threads.submit("t", lambda: 3).result(TIMEOUT_S) == 3
+    error = failed.exception(TIMEOUT_S)
+    assert isinstance(error, Exception), "vLLM and our boundaries catch only these"
+    if failing is no:
+        assert isinstance(error, ValueError)
+    else:
+        assert isinstance(error.__cause__, (Panic, SystemExit))
+        assert repr(error.__cause__) in str(error)
+
+
+@pytest.mark.parametrize("failing", [no, panics])
+def test_a_job_whose_question_fails_has_its_error(failing: object) -> None:
+    threads = FairThreads(1)
+    done: list[int] = []
+    failed = threads.submit("t", lambda: done.append(1), failing)  # type: ignore[arg-type]
+    assert threads.submit("t", lambda: 3).result(TIMEOUT_S) == 3
+    assert isinstance(failed.exception(TIMEOUT_S), Exception)
+    assert not done
+
+
+def test_an_unwanted_job_is_cancelled() -> None:
+    threads = FairThreads(1)
+    unwanted = threads.submit("t", no, lambda: True)
+    assert threads.submit("t", lambda: 3).result(TIMEOUT_S) == 3
+    assert unwanted.cancelled()
