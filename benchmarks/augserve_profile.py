@@ -25,18 +25,18 @@ from cluster.offline.simulator.settings import SimulationSettings
 
 POLICY = "augserve"
 VALUES: Mapping[str, tuple[float | None, ...]] = {
-    "target_tokens": (128, 256, 384, 512, 1024, 2048, None),
-    "beta_low": (0.1, 0.25, 0.5, 1.0),
-    "beta_high": (1.0, 1.5),
-    "alpha_tokens": (1.0, 10.0, 100.0, 1000.0),
+    "target_tokens": (256, 384, 512, 1024),
+    "beta_low": (0.1, 0.25),
+    "beta_high": (1.0,),
+    "alpha_tokens": (1.0, 10.0, 100.0),
 }
 """Values that are tried, by parameter, in the order in which the parameters are chosen. Alpha is above 0, since the
 paper's policy prevents starvation."""
 START: Mapping[str, float | None] = {
     "target_tokens": None,
-    "beta_low": 0.25,
+    "beta_low": 0.1,
     "beta_high": 1.0,
-    "alpha_tokens": 10.0,
+    "alpha_tokens": 1.0,
 }
 SEEDS = (100, 101)
 
