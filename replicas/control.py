@@ -252,7 +252,11 @@ def _end(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 def _tool_started(
     scheduler: AgentScheduler, key: str, tools: list[str], expected_s: float | None = None
 ) -> dict[str, Any]:
-    """Record that these tools run now. A hold lasts at least as long as they are expected to."""
+    """Record that these tools run now.
+
+    A hold then lasts at least as long as they are expected to, unless a review of the pause policy ends it earlier. A
+    hold that a client asked for is not reviewed.
+    """
     if not _paused(scheduler, key):
         return {"paused": False}
     now_s = scheduler.clock.now_s()

@@ -82,8 +82,9 @@ class CaesuraParameters(BaseModel):
     """Value of such a turn beside that, if all turns of its program were in time. More favours the programs that can
     meet the SLO, less the completion times of the others."""
     max_wait_s: float = Field(120.0, gt=0)
-    """Bound on the seconds that a turn waits: for its first token, and after preemptions. New programs that would break
-    it are refused with 503 at once. For batch work (a priority above 0) it is 2.5 times as long."""
+    """Bound on the seconds that a turn is expected to wait for its first token. New programs with which turns would
+    wait longer are refused with 503 at once. A turn that has waited for a half of it, also after preemptions, comes
+    before all others. Batch work (a priority above 0) does so after twice of it, and its bound is 2.5 times as long."""
     refresh_steps: int = Field(8, ge=1)
     """Number of steps between two rankings of all waiting turns. A turn's rank changes while it waits, because its
     SLO comes nearer."""
