@@ -33,7 +33,7 @@ def test_each_policy_and_seed_of_a_table_is_a_call(traces: Path) -> None:
     quick = list(calls_of(PLAN, traces, "simulate_merge", quick=True))
     assert {call.table for call in quick} == {"simulate_merge"}
     assert {call.arguments[3] for call in quick} == {"1.5x"}
-    assert all(("augserve.target_tokens=512" in call.arguments) == (call.policy == "augserve") for call in calls)
+    assert all(("augserve.target_tokens=256" in call.arguments) == (call.policy == "augserve") for call in calls)
     own = {call.table for call in calls if "continuum.pins_yield=waiting" in call.arguments}
     assert "simulate_merge" in own and "simulate_iso_bench" not in own, "parameters of one table"
     assert len({call.stored(traces) for call in (*calls, *quick)}) == len(calls) + len(quick)
