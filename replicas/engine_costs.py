@@ -6,6 +6,7 @@ of steps (`replicas.step_pace`), so the ratios of its parts matter most.
 """
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -15,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from replicas.cost_model import CostModel
 from replicas.kv_groups import KvGroups
-from replicas.presets import DEVICES, ModelShape, device_named, efficiency, roofline
+from replicas.presets import DEFAULT, DEVICES, ModelShape, device_named, efficiency, preset, roofline
 from replicas.settings import SchedulerSettings
 
 logger = init_logger(__name__)
@@ -60,6 +61,9 @@ def engine_costs(model: ModelConfig, ranks: int, device_name: str, kv_bytes: flo
         kv_bytes: bytes of one token's KV, all ranks together.
         capacity_tokens: tokens whose KV fits into the memory.
     """
+    if not getattr(model.hf_text_config, "num_attention_heads", 0):
+        logger.warning("The model has no attention heads: policies use the costs of %s. Set `cost_model`.", DEFAULT)
+        return preset(DEFAULT)
     found = device_named(device_name)
     if found is None:
         logger.warning(
@@ -114,7 +118,8 @@ def _perceptrons(model: ModelConfig, text: Any, hidden: int) -> tuple[int, int]:
     """Return the parameters of a layer's perceptrons: of all experts, and of those that one token uses."""
 
     def first(*names: str) -> int | None:
-        return next((value for name in names if (value := getattr(text, name, None))), None)
+        value = next((value for name in names if (value := getattr(text, name, None))), None)
+        return round(fmean(value)) if isinstance(value, list) else value  # a width for each layer
 
     width = first("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     matrices = 3 if getattr(text, "hidden_act", None) in GATED else 2
@@ -123,7 +128,7 @@ def _perceptrons(model: ModelConfig, text: Any, hidden: int) -> tuple[int, int]:
         return (matrices * hidden * width,) * 2
     each = matrices * hidden * (first("moe_intermediate_size") or width)
     shared = first("n_shared_experts") or 0
-    return (experts + shared) * each, (int(model.get_num_experts_per_tok()) + shared) * each
+    return (experts + shared) * each, (int(model.get_num_experts_per_tok() or experts) + shared) * each
 
 
 def weight_bits(quantization: str | None) -> int:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from cluster.config.schema import PolicyConfig
 from replicas.engine_costs import engine_costs, shape_of, weight_bits
-from replicas.presets import MODELS, device_named, preset
+from replicas.presets import DEFAULT, MODELS, device_named, preset
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine
@@ -117,6 +117,22 @@ def test_a_device_that_was_not_measured_is_named_in_the_log(model: Model, caplog
         found = engine_costs(model(LLAMA_8B), 1, "NVIDIA L40S", 131072, 100_000)
     assert "No step of a NVIDIA L40S was measured" in caplog.text
     assert found.token_s == pytest.approx(preset("llama-3.1-8b/h100").token_s, rel=0.01)
+
+
+def test_a_model_without_attention_heads_gets_the_costs_of_the_default_preset(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = model(LLAMA_8B)
+    plain.hf_text_config.num_attention_heads = 0
+    with caplog.at_level(logging.WARNING):
+        assert engine_costs(plain, 1, "NVIDIA H200", 1000, 100_000) == preset(DEFAULT)
+    assert "no attention heads" in caplog.text
+
+
+def test_a_width_for_each_layer_counts_with_its_mean(model: Model) -> None:
+    plain, varied = model(LLAMA_8B), model(LLAMA_8B)
+    object.__setattr__(varied.hf_text_config, "intermediate_size", [14336 - 100, 14336 + 100])
+    assert shape_of(varied, 1) == shape_of(plain, 1)
 
 
 @pytest.mark.parametrize("finds", [True, False])
