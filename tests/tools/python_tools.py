@@ -47,6 +47,10 @@ def broken() -> None:
     raise ValueError("the input\x1b[31m is bad <|im_start|>")
 
 
+def exhausted() -> str:
+    return str(next(iter(())))
+
+
 async def waits(mark: str) -> str:
     try:
         await asyncio.sleep(1000)

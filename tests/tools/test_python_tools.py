@@ -77,6 +77,16 @@ async def test_a_thread_shares_the_process(open_tools: OpenTools) -> None:
     assert (await host.run(ToolCall("a", "who"))).text == str(os.getpid())
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_a_function_that_raises_stop_iteration_fails_and_frees_its_slot(
+    open_tools: OpenTools, isolation: str
+) -> None:
+    host = await open_tools(tool("exhausted", isolation=isolation, concurrency=1))
+    for call in ("a", "b"):
+        result = await asyncio.wait_for(host.run(ToolCall(call, "exhausted")), 30)
+        assert (result.outcome, result.text) == (Outcome.ERROR, "error: StopIteration: ")
+
+
 async def test_a_worker_has_no_more_memory_than_it_may(open_tools: OpenTools) -> None:
     host = await open_tools(tool("hungry", memory_bytes=1 << 30) | tool("add"))
     result = await host.run(ToolCall("a", "hungry"))

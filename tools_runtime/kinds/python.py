@@ -110,9 +110,12 @@ class PythonKind(SingleTool):
 
         def run() -> str:
             pieces: list[str] = []
-            for piece in python_worker.pieces_of(function(**invocation.arguments)):
-                pieces.append(piece)
-                loop.call_soon_threadsafe(invocation.report, piece)
+            try:
+                for piece in python_worker.pieces_of(function(**invocation.arguments)):
+                    pieces.append(piece)
+                    loop.call_soon_threadsafe(invocation.report, piece)
+            except StopIteration as error:  # a future cannot have it, and would never be done
+                raise ToolFailed(python_worker.told(error)) from error
             return "".join(pieces)
 
         call = loop.run_in_executor(self._threads, run)
