@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.core.program import CLASS_MARK
+from cluster.core.program import CLASS_MARK, MAX_ID_LENGTH
 from cluster.core.tools import Outcome
 from cluster.core.turn import unpack_ids
 from cluster.durations.tool_names import classed
@@ -175,7 +175,7 @@ def _turn_rows(turns: Sequence[TurnResult], answers: Mapping[tuple[int, int], To
             returned = growth if growth >= 0 else None
         row["tool_return_tokens"] = returned
         if command:
-            row["tool_cmd"] = command
+            row["tool_cmd"] = command[:MAX_ID_LENGTH]  # readers reject a trace with a longer one
         if len(turn.calls) > 1:
             row["n_tools"] = len(turn.calls)
         rows.append(row)

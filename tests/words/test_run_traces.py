@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import TraceError
+from cluster.core.program import MAX_ID_LENGTH
+from cluster.core.recorded_turn import recorded_programs
 from cluster.offline.bench.trace import programs_from_trace
 from cluster.runs.events import Call, Ended, LateAnswer, RunEvent, TakenOver, ToolAnswer, TurnResult
 from cluster.runs.export import run_trace
@@ -72,6 +74,15 @@ def test_a_run_that_was_ended_is_replayed_and_not_learnt_from(tmp_path: Path, en
 def test_a_log_can_be_replayed(files: tuple[Path, Path]) -> None:
     [planned] = programs_from_trace(files[0]).programs
     assert [each.pause_s for each in planned.turns] == [2.5, 4.5, 0.0]
+
+
+def test_a_long_first_word_is_cut_to_what_readers_accept(tmp_path: Path) -> None:
+    long = call(1, name="bash", arguments=json.dumps({"command": "x" * 5000 + " -n"}))
+    trace = run_trace([accepted(), turn(1, 100, 20, long), ok(1), turn(2, 150, 5), Ended("completed")], "ours")
+    assert trace is not None
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace.program) + "\n")
+    [(_, program)] = recorded_programs(tmp_path / "t.jsonl")
+    assert program.turns[0].tool_cmd == "x" * MAX_ID_LENGTH
 
 
 def test_a_prompt_that_shrank_starts_another_context(tmp_path: Path) -> None:
