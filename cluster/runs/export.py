@@ -183,11 +183,20 @@ def _turn_rows(turns: Sequence[TurnResult], answers: Mapping[tuple[int, int], To
 
 
 def _seconds(calls: Sequence[Call], answers: Mapping[tuple[int, int], ToolAnswer]) -> float | None:
-    """Return the seconds until the slowest call of a turn was answered, or None if one was not."""
-    given = [answers.get(call.place) for call in calls]
-    if not given or any(answer is None or answer.outcome == Outcome.STARTED for answer in given):
-        return None
-    return max(answer.queue_s + answer.run_s for answer in given if answer is not None)
+    """Return the seconds until the slowest call of a turn was answered, or None if they are not known.
+
+    They are not known if a call has no answer yet, if nobody knows what became of it, or if it ended before its tool
+    was started. A call that was refused was answered without its tool.
+    """
+    seconds: list[float] = []
+    for call in calls:
+        answer = answers.get(call.place)
+        if answer is None or answer.outcome in (Outcome.STARTED, Outcome.UNKNOWN):
+            return None
+        if answer.attempts == 0 and answer.outcome != Outcome.REFUSED:
+            return None
+        seconds.append(answer.queue_s + answer.run_s)
+    return max(seconds, default=None)
 
 
 def _text_rows(

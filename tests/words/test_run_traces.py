@@ -22,7 +22,7 @@ def turn(number: int, prompt: int, output: int, *calls: Call, content: str = "")
 
 
 def answer(place: tuple[int, int], seconds: float, text: str = "42") -> ToolAnswer:
-    return ToolAnswer(*place, "ok", text, queue_s=0.5, run_s=seconds)
+    return ToolAnswer(*place, "ok", text, queue_s=0.5, run_s=seconds, attempts=1)
 
 
 LOG: list[RunEvent] = [
@@ -100,6 +100,28 @@ def test_durations_that_nobody_saw_are_not_told() -> None:
         trace = run_trace([accepted(), turn(1, 100, 20, call(1)), *events, turn(2, 150, 5)], "ours")
         assert trace is not None
         assert trace.program["turns"][0]["tool_duration_s"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempts", "seconds"),
+    [
+        ("unknown", 0, None),  # lost in a take-over
+        ("unknown", 1, None),
+        ("timeout", 0, None),
+        ("cancelled", 0, None),
+        ("timeout", 1, 9.5),
+        ("error", 2, 9.5),
+        ("refused", 0, 9.5),
+    ],
+)
+def test_only_durations_of_calls_that_ran_or_were_refused_are_told(
+    outcome: str, attempts: int, seconds: float | None
+) -> None:
+    one = ToolAnswer(1, 0, outcome, "", queue_s=0.5, run_s=9.0, attempts=attempts)
+    other = answer((1, 1), 1.0)
+    trace = run_trace([accepted(), turn(1, 100, 20, call(1), call(1, 1)), one, other, turn(2, 150, 5)], "ours")
+    assert trace is not None
+    assert trace.program["turns"][0]["tool_duration_s"] == seconds
 
 
 def test_a_run_that_generated_nothing_is_no_program() -> None:
