@@ -1,6 +1,7 @@
 """`caesura programs export`, against a server that a test makes up."""
 
 import json
+import os
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,23 @@ def test_parquet_needs_a_file_and_a_file_that_cannot_be_written_is_named(server:
     assert done.exit_code == 1
     assert "out.jsonl" in done.output
     assert not server.deleted
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_an_export_that_fails_keeps_the_earlier_file(server: Server, tmp_path: Path, format: str) -> None:
+    server.refusals[("GET", "b/c")] = 500
+    (tmp_path / "tokens").write_text("earlier\n")
+    assert export("a", "b/c", "--format", format, "--output", str(tmp_path / "tokens")).exit_code == 1
+    assert {file.name: file.read_text(errors="replace") for file in tmp_path.iterdir()} == {"tokens": "earlier\n"}
+
+
+def test_an_export_into_what_is_no_file_is_written_there(server: Server, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert export("a", "--output", str(pipe)).exit_code == 0
+        assert len(os.read(reader, 1 << 16).splitlines()) == 3
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

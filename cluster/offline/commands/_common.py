@@ -130,12 +130,20 @@ def whole_files(*paths: Path) -> Iterator[tuple[TextIO, ...]]:
 
     Folders that are missing are made.
     """
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(*paths) as parts, ExitStack() as files:
+        yield tuple(files.enter_context(part.open("w", encoding="utf-8")) for part in parts)
+
+
+@contextmanager
+def replacing(*paths: Path) -> Iterator[list[Path]]:
+    """Give paths for new files. The files take the place of the old ones at the end, unless an exception ends the
+    context.
+    """
     parts = [path.with_name(path.name + ".part") for path in paths]
-    for part in parts:
-        part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with ExitStack() as files:
-            yield tuple(files.enter_context(part.open("w", encoding="utf-8")) for part in parts)
+        yield parts
         for part, path in zip(parts, paths, strict=True):
             part.replace(path)
     finally:

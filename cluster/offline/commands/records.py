@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from cluster.offline.commands._common import DEFAULT_URL, UNKNOWN, Refused, Url, send
+from cluster.offline.commands._common import DEFAULT_URL, UNKNOWN, Refused, Url, replacing, send
 
 PAGE = 100
 """Number of programs, and of turns, of one request."""
@@ -122,8 +122,17 @@ def _turns(url: str, name: str, expected: Container[int] = ()) -> Iterator[dict[
         after = page["last_turn"]
 
 
-def _opened(output: Path | None, format: Format) -> AbstractContextManager[Rows]:
-    return _json_lines(output) if format == "jsonl" else _parquet(output)
+@contextmanager
+def _opened(output: Path | None, format: Format) -> Iterator[Rows]:
+    """Open a new file, which takes the place of the old one only when all rows are written."""
+    opened = _json_lines if format == "jsonl" else _parquet
+    output = output and output.resolve()
+    if output is None or (output.exists() and not output.is_file()):  # a pipe or a device is written itself
+        with opened(output) as rows:
+            yield rows
+        return
+    with replacing(output) as (part,), opened(part) as rows:
+        yield rows
 
 
 class _JsonLines:
