@@ -22,7 +22,7 @@ from tools_runtime.processes import read_bounded, spawn
 from tools_runtime.schemas import resolved
 
 BODY = "body"
-"""The argument that is the request's JSON body, unless a parameter has that name."""
+"""The argument that is the request's JSON body. If a parameter has that name, `request_` is put before it."""
 
 MAX_INLINED_VALUES = 20_000
 MAX_ANSWER_BYTES = 8 << 20
@@ -225,12 +225,14 @@ def _operation(
             headers.add(name)
         elif parameter["in"] == "cookie":
             raise ConfigError(f"the OpenAPI parameter {name!r} is a cookie, which is not supported")
-    content = inline.whole(operation.get("requestBody", {}))
-    schema = content.get("content", {}).get("application/json", {}).get("schema")
-    body_name = None if schema is None or BODY in properties else BODY
-    if body_name is not None:
-        properties[body_name] = schema
-        required += [body_name] if content.get("required") else []
+    body = inline.whole(operation.get("requestBody", {}))
+    body_name = None
+    if content := body.get("content"):
+        body_name = BODY
+        while body_name in properties:
+            body_name = f"request_{body_name}"
+        properties[body_name] = _json_schema(content)
+        required += [body_name] if body.get("required") else []
     return Operation(
         method,
         url,
@@ -239,6 +241,15 @@ def _operation(
         operation.get("description") or operation.get("summary") or "",
         {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
     )
+
+
+def _json_schema(content: dict[str, Any]) -> Any:
+    """Return the schema of a request's JSON body. A body that may have any media type may be JSON."""
+    media_types = {media_type.partition(";")[0].strip().lower(): media_type for media_type in content}
+    for accepted in ("application/json", "application/*", "*/*"):
+        if accepted in media_types:
+            return content[media_types[accepted]].get("schema", {})
+    raise ConfigError(f"the OpenAPI request body has no application/json, only {', '.join(content)[:200]}")
 
 
 class _Inliner:

@@ -4,14 +4,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from cluster.config.tools import HttpTool
 from cluster.core.clock import ManualClock
-from cluster.core.errors import ToolFailed
+from cluster.core.errors import ConfigError, ToolFailed
 from tests.tools.servers.http_server import OPENAPI
 from tests.waiting import WITHIN_S
 from tools_runtime.kinds import http
@@ -247,3 +249,36 @@ async def test_a_path_does_not_change_the_host(documents: Documents, path: str) 
 def test_an_origin_has_no_port_of_its_scheme() -> None:
     assert origin("HTTPS://Api.Test:443/x?y") == origin("https://api.test/") == ("https", "api.test")
     assert origin("https://api.test:80") != origin("https://api.test") != origin("http://api.test")
+
+
+def request_of(tmp_path: Path, operation: dict[str, Any], arguments: dict[str, Any]) -> httpx.Request:
+    """The request that a tool makes of an operation in a file."""
+    operation = {"operationId": "x", **operation}
+    document = {"servers": [{"url": "https://api.test"}], "paths": {"/pet/{id}": {"post": operation}}}
+    (tmp_path / "api.json").write_text(json.dumps(document))
+    openapi = {"document": str(tmp_path / "api.json"), "operation": "x"}
+    return HttpKind("t", HttpTool.model_validate({"kind": "http", "openapi": openapi}))._request(arguments)
+
+
+ID = {"name": "id", "in": "path", "required": True}
+
+
+def test_an_operation_without_a_body_has_its_parameters_in_the_query(tmp_path: Path) -> None:
+    parameters = [ID, {"name": "status", "in": "query"}]
+    request = request_of(tmp_path, {"parameters": parameters}, {"id": 7, "status": "sold"})
+    assert (request.method, str(request.url), request.content) == ("POST", "https://api.test/pet/7?status=sold", b"")
+
+
+@pytest.mark.parametrize("media_type", ["application/json", "application/json; charset=utf-8", "*/*"])
+def test_an_operation_with_a_body_has_its_other_parameters_in_the_query(tmp_path: Path, media_type: str) -> None:
+    parameters = [ID, {"name": "body", "in": "query"}]
+    operation = {"parameters": parameters, "requestBody": {"content": {media_type: {}}}}
+    request = request_of(tmp_path, operation, {"id": 7, "body": "x", "request_body": [1]})
+    assert (str(request.url), request.content) == ("https://api.test/pet/7?body=x", b"[1]")
+    assert request_of(tmp_path, operation, {"id": 7}).content == b""
+
+
+@pytest.mark.parametrize("media_type", ["application/x-www-form-urlencoded", "multipart/form-data", "text/plain"])
+def test_an_operation_with_a_body_that_is_not_json_cannot_be_used(tmp_path: Path, media_type: str) -> None:
+    with pytest.raises(ConfigError, match="no application/json"):
+        request_of(tmp_path, {"requestBody": {"content": {media_type: {"schema": {}}}}}, {"id": 7})

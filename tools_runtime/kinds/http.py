@@ -197,7 +197,8 @@ class HttpKind:
         body: Any = None
         if operation.body_name is not None and operation.body_name in rest:
             body = rest.pop(operation.body_name)
-        elif operation.body_name is None and operation.method in ("POST", "PUT", "PATCH"):
+        elif self._config.openapi is None and operation.method in ("POST", "PUT", "PATCH"):
+            # An operation of a document has its body in one argument; all others are parameters.
             body, rest = rest, {}
         try:
             target = httpx.URL(url)
