@@ -212,19 +212,12 @@ def _operation(
     properties: dict[str, Any] = {}
     required: list[str] = []
     headers: set[str] = set()
-    for parameter in parameters:
-        name = parameter["name"]
-        if parameter["in"] == "header" and name.lower() in IGNORED_HEADERS:
-            continue
-        if parameter["in"] == "header" and name.lower() in RESERVED_HEADERS:
-            raise ConfigError(f"the OpenAPI parameter {name!r} is a header that no argument can set")
+    for name, parameter in _by_name(parameters).items():
         properties[name] = {**parameter.get("schema", {}), "description": parameter.get("description", "")}
         if parameter.get("required"):
             required.append(name)
         if parameter["in"] == "header":
             headers.add(name)
-        elif parameter["in"] == "cookie":
-            raise ConfigError(f"the OpenAPI parameter {name!r} is a cookie, which is not supported")
     body = inline.whole(operation.get("requestBody", {}))
     body_name = None
     if content := body.get("content"):
@@ -241,6 +234,34 @@ def _operation(
         operation.get("description") or operation.get("summary") or "",
         {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
     )
+
+
+def _by_name(parameters: list[Any]) -> dict[str, Any]:
+    """Return the parameters that are used, by their names. The last of those with one name and one place replaces the
+    others.
+
+    An argument has one place. Of parameters with one name in different places, the required one is used, or else the
+    last.
+    """
+    last: dict[tuple[str, str], Any] = {}
+    for parameter in parameters:
+        name, place = parameter["name"], parameter["in"]
+        if place == "header" and name.lower() in IGNORED_HEADERS:
+            continue
+        if place == "header" and name.lower() in RESERVED_HEADERS:
+            raise ConfigError(f"the OpenAPI parameter {name!r} is a header that no argument can set")
+        if place == "cookie":
+            raise ConfigError(f"the OpenAPI parameter {name!r} is a cookie, which is not supported")
+        last[name.lower() if place == "header" else name, place] = parameter
+    used: dict[str, Any] = {}
+    for parameter in last.values():
+        name = parameter["name"]
+        is_required = used.get(name, {}).get("required")
+        if is_required and parameter.get("required"):
+            raise ConfigError(f"the OpenAPI parameter {name!r} is required in two places, and an argument has one")
+        if not is_required:
+            used[name] = parameter
+    return used
 
 
 def _json_schema(content: dict[str, Any]) -> Any:

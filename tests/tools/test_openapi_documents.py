@@ -18,7 +18,7 @@ from tests.tools.servers.http_server import OPENAPI
 from tests.waiting import WITHIN_S
 from tools_runtime.kinds import http
 from tools_runtime.kinds.http import HttpKind
-from tools_runtime.openapi import origin
+from tools_runtime.openapi import Operation, find_operation, origin
 
 OTHER = OPENAPI.replace("putItem", "getItem")
 
@@ -282,3 +282,34 @@ def test_an_operation_with_a_body_has_its_other_parameters_in_the_query(tmp_path
 def test_an_operation_with_a_body_that_is_not_json_cannot_be_used(tmp_path: Path, media_type: str) -> None:
     with pytest.raises(ConfigError, match="no application/json"):
         request_of(tmp_path, {"requestBody": {"content": {media_type: {"schema": {}}}}}, {"id": 7})
+
+
+def found(shared: list[dict[str, Any]], own: list[dict[str, Any]]) -> Operation:
+    """The operation with these parameters of its path and of its own."""
+    item = {"parameters": shared, "post": {"operationId": "x", "parameters": own}}
+    return find_operation({"paths": {"/pet/{id}": item}}, "x", "https://api.test", None)
+
+
+def test_a_parameter_of_the_operation_replaces_that_of_its_path() -> None:
+    limit = {"name": "limit", "in": "query", "required": True}
+    operation = found([ID, limit], [{**ID, "schema": {"type": "integer"}}, {**limit, "required": False}])
+    assert operation.parameters["required"] == ["id"]
+    assert operation.parameters["properties"]["id"]["type"] == "integer"
+
+
+@pytest.mark.parametrize("own_place", ["header", "query"])
+def test_of_two_places_of_one_argument_the_required_or_the_operations_own_is_used(own_place: str) -> None:
+    shared_place = "query" if own_place == "header" else "header"
+    shared, own = {"name": "v", "in": shared_place}, {"name": "v", "in": own_place}
+    assert found([shared], [own]).header_names == ({"v"} if own_place == "header" else set())
+    operation = found([{**shared, "required": True}], [own])
+    assert operation.header_names == ({"v"} if shared_place == "header" else set())
+    assert operation.parameters["required"] == ["v"]
+    with pytest.raises(ConfigError, match="'v' is required in two places"):
+        found([{**shared, "required": True}], [{**own, "required": True}])
+
+
+def test_an_override_of_a_header_may_be_spelt_otherwise() -> None:
+    operation = found([{"name": "X-Trace", "in": "header", "required": True}], [{"name": "x-trace", "in": "header"}])
+    assert operation.header_names == {"x-trace"}
+    assert operation.parameters["required"] == []
