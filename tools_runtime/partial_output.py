@@ -24,7 +24,13 @@ class PartialOutput:
         self._cap_bytes = cap_bytes
         self._special_tokens = tuple(special_tokens)
         self._pieces: list[str] = []
+        """What was written and is not in ``_text``."""
         self._chars = 0
+        self._text = ""
+        self._room = cap_bytes
+        """Bytes that ``_text`` may still grow by."""
+        self._cut = False
+        """Whether ``_text`` has reached the cap, so that nothing more belongs to it."""
         self._grown = asyncio.Event()
         self._closed = False
 
@@ -32,10 +38,11 @@ class PartialOutput:
         """Begin again, because the tool is started again."""
         self._pieces.clear()
         self._chars = 0
+        self._text, self._room, self._cut = "", self._cap_bytes, False
 
     def write(self, piece: str) -> None:
         """Add a piece of the output."""
-        if self._chars < MAX_CHARS:
+        if self._chars < MAX_CHARS and not self._cut:
             self._pieces.append(piece)
             self._chars += len(piece)
             self._grown.set()
@@ -47,9 +54,18 @@ class PartialOutput:
 
     def text(self) -> str:
         """Return the beginning of the answer that does not depend on what follows. Its special tokens are escaped."""
-        self._pieces = ["".join(self._pieces)]
-        text, _ = bounded(settled(self._pieces[0], self._special_tokens), self._cap_bytes, self._special_tokens)
-        return text
+        if not self._pieces:
+            return self._text
+        # What is settled is escaped in the same way whatever follows, so that each piece is escaped only once.
+        raw = "".join(self._pieces)
+        ready = settled(raw, self._special_tokens)
+        self._pieces = [raw[len(ready) :]] if len(ready) < len(raw) else []
+        more, self._cut = bounded(ready, self._room, self._special_tokens)
+        self._text += more
+        self._room -= len(more.encode())
+        if self._cut:
+            self._pieces.clear()
+        return self._text
 
     async def beyond(self, known: int) -> str | None:
         """Wait until there are LEAST_CHARS more characters than ``known``. Return all text, or None after the end."""
