@@ -17,7 +17,7 @@ from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolCall, ToolId, ToolR
 from tests.tools.scripted import SERVERS
 from tests.waiting import until
 from tools_runtime.host import ToolHost
-from tools_runtime.kinds.mcp import McpKind
+from tools_runtime.kinds.mcp import MAX_TOOLS, McpKind
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 Serve = Callable[..., tuple["subprocess.Popen[bytes]", int]]
@@ -246,6 +246,22 @@ async def test_only_allowed_tools_are_offered(open_tools: OpenTools) -> None:
     host = await open_tools(server(command=STDIO, allowed_tools=["add"]))
     assert [offer.name for offer in await host.offers()] == ["s__add"]
     assert (await ask(host, "fail")).outcome is Outcome.REFUSED
+
+
+async def test_an_allowed_tool_is_found_behind_any_number_of_others(
+    open_tools: OpenTools, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = await open_tools(server(command=[*BAD, "7"], allowed_tools=["t3", "good", "misspelt"]))
+    assert [offer.name for offer in await host.offers()] == ["s__t3", "s__good"]
+    assert (await ask(host, "good")).text == "good"
+    assert "the MCP server s does not list allowed tools: 'misspelt'" in caplog.text
+
+
+async def test_no_more_than_the_largest_number_of_tools_is_listed(open_tools: OpenTools) -> None:
+    host = await open_tools(server(command=[*BAD, "7"]))
+    offers = await host.offers()
+    assert len([offer for offer in offers if offer.unusable is None]) == MAX_TOOLS
+    assert [offer.server_tool for offer in offers if offer.unusable is not None][:2] == ["t512", "t513"]
 
 
 async def test_a_server_gets_only_the_variables_that_it_is_given(

@@ -347,6 +347,8 @@ class McpKind:
             raise
 
     async def _listed(self, connection: _Connection) -> list[types.Tool]:
+        """Return the allowed tools. No more pages are read once there are more tools than can be used."""
+        allowed = self._config.allowed_tools
         listed: list[types.Tool] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -357,7 +359,7 @@ class McpKind:
                 if _loss(error) in (Loss.UNSENT, Loss.UNKNOWN):
                     connection.give_up()
                 raise ToolFailed(f"the MCP server {self._name} does not list its tools: {_innermost(error)}") from error
-            listed += page.tools
+            listed += [tool for tool in page.tools if allowed is None or tool.name in allowed]
             cursor = page.next_cursor
             if cursor is None or len(listed) > MAX_TOOLS:
                 break
@@ -366,8 +368,6 @@ class McpKind:
     async def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
         names: set[str] = set()
-        allowed = self._config.allowed_tools
-        listed = [tool for tool in listed if allowed is None or tool.name in allowed]
         left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
         for tool in listed[:MAX_TOOLS]:
             await asyncio.sleep(0)  # a schema may take some milliseconds, and calls of others go on meanwhile
@@ -394,6 +394,10 @@ class McpKind:
         if left_out:
             reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in left_out.items())
             logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
+        known = {tool.name for tool in listed}
+        if missing := [name for name in self._config.allowed_tools or () if name not in known]:
+            not_listed = ", ".join(repr(name[:100]) for name in missing)
+            logger.warning("the MCP server %s does not list allowed tools: %s", self._name, not_listed[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
         return ToolFailed(f"the MCP server {self._name} {self._reason}{addition}", transient=True)

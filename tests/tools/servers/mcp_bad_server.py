@@ -31,6 +31,8 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 LONG = {"type": "text", "text": "x" * 2_000_000}
+PAGES = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+"""Pages of 100 small tools that are listed before the other tools."""
 failures: list[str] = []
 """What the next listings answer instead of the tools; empty: nothing."""
 
@@ -94,7 +96,13 @@ for line in sys.stdin:
             say(json.dumps({"jsonrpc": "2.0", "id": id, "error": {"code": -32000, "message": failure}}))
     elif method == "tools/list":
         stateless = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # of no effect before 2026-07-28
-        say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {"tools": TOOLS, **stateless}}))
+        page = int((message.get("params") or {}).get("cursor") or 0)
+        if page < PAGES:
+            tools = [{"name": f"t{100 * page + n}", "inputSchema": {"type": "object"}} for n in range(100)]
+            listed: dict[str, Any] = {"tools": tools, "nextCursor": str(page + 1)}
+        else:
+            listed = {"tools": TOOLS}
+        say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {**listed, **stateless}}))
     elif method == "tools/call":
         called(id, message["params"]["name"])
     elif id is not None:
