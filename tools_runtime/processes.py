@@ -125,9 +125,9 @@ def _tied() -> list[str]:
     return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
 
 
-def text_decoder() -> codecs.IncrementalDecoder:
-    """Return a decoder of UTF-8 in pieces, which may be split within a character. Invalid bytes are replaced."""
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+def text_decoder(charset: str = "utf-8") -> codecs.IncrementalDecoder:
+    """Return a decoder of text in pieces, which may be split within a character. Invalid bytes are replaced."""
+    return codecs.getincrementaldecoder(charset)(errors="replace")
 
 
 async def read_bounded(

@@ -140,6 +140,37 @@ async def test_what_a_server_answers_is_told(ask: Ask, path: str, outcome: Outco
     assert (result.outcome, result.text) == (outcome, text)
 
 
+@pytest.mark.parametrize(
+    ("content_type", "content", "text"),
+    [
+        ("text/plain; charset=ISO-8859-1", "é" * 2, "é" * 2),
+        ('text/html; charset="windows-1252"', "€", "€"),
+        ("text/plain;charset=utf-16-le", "é☂", "é☂"),
+        ("text/plain; charset=no-such", "é", "é"),
+        ("text/plain; charset=rot13", "é", "é"),
+        ("text/plain; charset=undefined", "é", "é"),
+        ("application/json", "é", "é"),
+    ],
+)
+async def test_an_answer_is_read_in_its_charset(ask: Ask, content_type: str, content: str, text: str) -> None:
+    charset = {"ISO": "iso-8859-1", "win": "cp1252", "utf": "utf-16-le"}.get(
+        content_type.partition("charset=")[2].strip('"')[:3], "utf-8"
+    )
+    result = await ask("/charset", {"type": content_type, "hex": content.encode(charset).hex()})
+    assert (result.outcome, result.text) == (Outcome.OK, text)
+
+
+async def test_output_so_far_is_read_in_its_charset() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield "é".encode("utf-16-le")[:1]
+        yield "é☂".encode("utf-16-le")[1:]
+
+    seen: list[str] = []
+    headers = {"content-type": "text/plain; charset=utf-16-le"}
+    answer = await http._answer(httpx.Response(200, headers=headers, content=pieces()), "GET", 100, seen.append)
+    assert (answer.text, "".join(seen)) == ("é☂", "é☂")
+
+
 async def test_a_connection_lost_after_a_post_leaves_the_effect_unknown(ask: Ask) -> None:
     assert (await ask("/lost", method="POST")).outcome is Outcome.UNKNOWN
     assert (await ask("/lost", method="GET")).outcome is Outcome.ERROR

@@ -6,6 +6,7 @@ used, because a proxy would resolve the name again.
 """
 
 import asyncio
+import codecs
 import json
 import os
 import re
@@ -41,6 +42,12 @@ MAX_SHOWN = 100
 """Largest number of characters of an argument in an error message."""
 
 _TEXT = re.compile(r"^(text/|application/([\w.-]+\+)?(json|xml|yaml|javascript|x-ndjson|x-www-form-urlencoded))")
+_CHARSET = re.compile(
+    r"utf-(8|16|32)(-sig|-[bl]e)?|iso8859-\d+|cp125\d|cp874|cp932|cp949|koi8-[rtu]|mac-roman|tis-620"
+    r"|big5(hkscs)?|gb(2312|k|18030)|shift_jis|euc_(jp|kr)|iso2022_jp"
+)
+"""Charsets that are decoded, by Python's names. A server chooses the charset, and other codecs of Python may raise
+errors, or take time that is not linear."""
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
@@ -316,7 +323,8 @@ async def _answer(response: httpx.Response, method: str, cap_bytes: int, report:
         raise ToolFailed("the answer is compressed, although that was not asked for")
     media_type = response.headers.get("content-type", "text/plain").lower()
     shown = _TEXT.match(media_type) is not None
-    answer, more, decoder = bytearray(), False, text_decoder()
+    charset = _charset(response)
+    answer, more, decoder = bytearray(), False, text_decoder(charset)
     reported = shown and response.status_code < 400
     try:
         async for chunk in response.aiter_raw():
@@ -328,7 +336,7 @@ async def _answer(response: httpx.Response, method: str, cap_bytes: int, report:
                 break
     except httpx.HTTPError as error:
         raise _lost(method, error) from error
-    text = answer.decode(errors="replace")
+    text = answer.decode(charset, errors="replace")
     if not shown:
         text = (
             f"[{media_type[:100]}, {response.headers.get('content-length', 'an unknown number of')} bytes, not shown]"
@@ -337,6 +345,15 @@ async def _answer(response: httpx.Response, method: str, cap_bytes: int, report:
     if status >= 400:
         raise ToolFailed(text, transient=status in _TRANSIENT, note=f"HTTP status {status} {response.reason_phrase}")
     return ToolOutput(text, truncated=more)
+
+
+def _charset(response: httpx.Response) -> str:
+    """Return the charset of the content type, or UTF-8 if it has none that is known."""
+    try:
+        name = codecs.lookup(response.charset_encoding or "utf-8").name
+    except (LookupError, ValueError):
+        return "utf-8"
+    return name if _CHARSET.fullmatch(name) else "utf-8"
 
 
 def _lost(method: str, error: httpx.HTTPError) -> ToolFailed | ToolUnknown:

@@ -54,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, b"\x1f\x8b", Content_Encoding="gzip")
         elif path == "/image":
             self.answer(200, b"\x89PNG", Content_Type="image/png")
+        elif path == "/charset":
+            content_type = query["type"][0]
+            self.answer(200, bytes.fromhex(query["hex"][0]), Content_Type=content_type)
         elif path == "/openapi.json":
             self.answer(200, OPENAPI.encode(), Content_Type="application/json")
         elif path == "/teapot":
