@@ -80,3 +80,13 @@ def test_train_writes_a_bundle_that_evaluate_takes(trace: Path, tmp_path: Path) 
     assert CliRunner().invoke(app, [*evaluate, "--split-seed", "2"]).exit_code == 0
     refused = CliRunner().invoke(app, [*evaluate, "--split-seed", "3"])
     assert isinstance(refused.exception, ConfigError)
+
+
+def test_a_bundle_that_cannot_be_written_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for bundle in (tmp_path / "file", tmp_path / "file" / "bundle"):
+        run = CliRunner().invoke(
+            app, ["predictor", "train", "--traces", str(tmp_path / "none.jsonl"), "--bundle", str(bundle)]
+        )
+        assert isinstance(run.exception, ConfigError)
+        assert str(run.exception).startswith("--bundle: ")

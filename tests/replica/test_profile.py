@@ -134,6 +134,12 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path
     assert "there is no folder" in str(ran.exception)
 
 
+def test_a_folder_in_place_of_the_file_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["profile", "--out", str(tmp_path), "--config", str(tmp_path / "none.yaml")])
+    assert isinstance(ran.exception, ConfigError)
+    assert str(ran.exception) == f"--out {tmp_path}: it is a folder; name a file in it"
+
+
 def test_a_cost_model_is_fitted_to_public_measurements(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     ran = CliRunner().invoke(app, ["profile", "--from-silicon", "opt-13b/h800x2", "--out", str(out)])

@@ -41,6 +41,8 @@ def profile(
 
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: it is a folder; name a file in it")
     console = Console(highlight=False)
     command = shlex.join(["caesura", *sys.argv[1:]])
     if from_silicon is not None:

@@ -112,6 +112,10 @@ def train(
     from predictor_service.examples import read_programs
 
     Outputs(json).check()
+    if bundle is not None:
+        with writing("--bundle"), whole_files(bundle / ".probe"):  # training takes long
+            pass
+        (bundle / ".probe").unlink()
     stored = trained(model, read_programs(traces, text or ()), None if everything else split_seed, base, test_share)
     origin = stored.origin
     typer.echo(f"{model}: trained on {origin.programs} programs of {', '.join(origin.sources)}")
