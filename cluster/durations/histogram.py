@@ -90,7 +90,9 @@ class LogHistogram:
         return longest_s[bisect_left(ranks, max(1, ceil(q * self.count - _ROUNDING)))]
 
     def steps(self) -> list[float]:
-        """Return the distinct durations in ascending order. The caller must not change the list."""
+        """Return the durations in ascending order: all that are stored exactly, equal ones too, or the longest of each
+        bin. The caller must not change the list.
+        """
         return self._by_rank()[0]
 
     def to_bytes(self) -> bytes:
