@@ -164,8 +164,8 @@ class LevelHistograms:
             self._own[key] = counts if before is None else before + counts
         self._forget()
 
-    def replace_others(self, others: Iterable[Iterable[HistogramRow]]) -> None:
-        """Replace the counts of the other writers by the ``rows`` of each of them.
+    def read_others(self, others: Iterable[Iterable[HistogramRow]]) -> Mapping[Key, Floats]:
+        """Return the sums of the ``rows`` of other writers, for `use_others`. The table is not changed.
 
         Raises:
             ValueError: see ``put``.
@@ -174,6 +174,10 @@ class LevelHistograms:
         for rows in others:
             for key, counts in self._read(rows).items():
                 total[key] = total[key] + counts if key in total else counts
+        return total
+
+    def use_others(self, total: Mapping[Key, Floats]) -> None:
+        """Replace the counts of the other writers by the result of `read_others`."""
         self._others = total
 
     def _counts(self, key: Key) -> Floats | None:
@@ -251,12 +255,16 @@ class LevelNames:
             self._own[key] = _most_seen(_sum(before, seen))
         self._forget()
 
-    def replace_others(self, others: Iterable[Iterable[NameRow]]) -> None:
-        """See `LevelHistograms.replace_others`."""
+    def read_others(self, others: Iterable[Iterable[NameRow]]) -> Mapping[Key, Mapping[str, float]]:
+        """See `LevelHistograms.read_others`."""
         total: dict[Key, dict[str, float]] = {}
         for rows in others:
             for key, seen in self._read(rows).items():
                 total[key] = _sum(total.get(key, {}), seen)
+        return total
+
+    def use_others(self, total: Mapping[Key, Mapping[str, float]]) -> None:
+        """See `LevelHistograms.use_others`."""
         self._others = total
 
     def _seen(self, key: Key) -> Mapping[str, float]:

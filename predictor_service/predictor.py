@@ -5,7 +5,7 @@ predictions.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from math import exp, isfinite, log, log1p
 from typing import Protocol, runtime_checkable
@@ -249,12 +249,27 @@ class Predictor:
         Raises:
             ValueError: the bytes cannot be decoded.
         """
+        self.read_others(others)()
+
+    def read_others(self, others: Iterable[bytes]) -> Callable[[], None]:
+        """Read these ``to_bytes``, and return the function that does the rest of `replace_others`.
+
+        Another thread may read while the predictor is used.
+
+        Raises:
+            ValueError: the bytes cannot be decoded.
+        """
         states = [_state(data) for data in others]
-        self.statistics.replace_others([*self._base, *(state.statistics for state in states)])
-        for state in states:
-            if state.bundle == self._bundle:
-                self.length_drift.fill(state.lengths)
-                self.duration_drift.fill(state.durations)
+        use_statistics = self.statistics.read_others([*self._base, *(state.statistics for state in states)])
+
+        def use() -> None:
+            use_statistics()
+            for state in states:
+                if state.bundle == self._bundle:
+                    self.length_drift.fill(state.lengths)
+                    self.duration_drift.fill(state.durations)
+
+        return use
 
     def _learn_drift(self, observations: Sequence[Observation]) -> None:
         if self._lengths is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,16 @@ class SharedPredictor:
         if parts is None:
             return False
         if parts != self._seen:
-            # A thread reads the others' statistics, which takes up to 0.5 s, and then replaces them at once.
-            self._taken = await asyncio.to_thread(self._take, parts)
-            self._seen = dict(parts)
+            # A thread reads the others' statistics, which takes up to 0.5 s. The loop, which predicts and learns with
+            # them, replaces them at once.
+            taken, use = await asyncio.to_thread(self._read, parts)
+            use()
+            self._taken, self._seen = taken, dict(parts)
         return True
 
-    def _take(self, parts: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _read(self, parts: Mapping[str, bytes]) -> tuple[dict[str, bytes], Callable[[], None]]:
         taken = {writer: part for writer, part in parts.items() if self._readable(writer, part)}
-        self.predictor.replace_others(taken.values())
-        return taken
+        return taken, self.predictor.read_others(taken.values())
 
     async def exchange_for_ever(self) -> None:
         """Exchange periodically until cancelled. A failed exchange is repeated at the time of the next one."""

@@ -6,7 +6,7 @@ position, and the tools and lengths of the turns before it.
 
 import math
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -78,7 +78,9 @@ class _Store(msgspec.Struct, array_like=True):
 
 
 class StatisticsModel:
-    """A LengthModel, ToolModel, DurationModel and Learner. It must be used by one thread at a time."""
+    """A LengthModel, ToolModel, DurationModel and Learner. It must be used by one thread at a time, except
+    `read_others`.
+    """
 
     def __init__(self) -> None:
         self._lengths = LevelHistograms(LENGTH_EDGES, 200.0, _LENGTH)
@@ -208,10 +210,29 @@ class StatisticsModel:
         Raises:
             ValueError: see ``from_bytes``.
         """
+        self.read_others(others)()
+
+    def read_others(self, others: Iterable[bytes]) -> Callable[[], None]:
+        """Read these ``to_bytes``, and return the function that does the rest of `replace_others`.
+
+        The model is neither changed nor used, so that another thread may read while the model is used.
+
+        Raises:
+            ValueError: see ``from_bytes``.
+        """
         stores = [_decoded(data) for data in others]
-        for name, table in self._histograms.items():
-            table.replace_others(store.histograms.get(name, []) for store in stores)
-        self._tools.replace_others(store.names for store in stores)
+        histograms = [
+            (table, table.read_others(store.histograms.get(name, []) for store in stores))
+            for name, table in self._histograms.items()
+        ]
+        names = self._tools.read_others(store.names for store in stores)
+
+        def use() -> None:
+            for table, total in histograms:
+                table.use_others(total)
+            self._tools.use_others(names)
+
+        return use
 
     def save(self, directory: Path, origin: Origin | None = None) -> None:
         """Write a bundle.

@@ -1,6 +1,7 @@
 """Predictors that share what they learn, through a real Redis."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -64,6 +65,37 @@ async def test_what_two_have_learnt_both_know_and_neither_counts_twice(make: Mak
         await other.exchange()
     assert expected(one) == expected(other)
     assert 300 < expected(one) < 700
+
+
+async def test_what_others_have_learnt_is_read_in_a_thread_and_used_on_the_loop(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, reader = make("one"), make("reader")
+    one.learn([LONG] * 40)
+    await one.exchange()
+    threads: list[bool] = []
+
+    def fill(drift: object, rows: object) -> None:
+        if drift is reader.predictor.length_drift:
+            threads.append(threading.current_thread() is threading.main_thread())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader.predictor.length_drift.__class__, "fill", fill)
+        table = reader.predictor.statistics._lengths
+        before = table._others
+        steps: list[bool] = []
+        whole = reader.predictor.read_others
+
+        def read(others: object) -> object:
+            take = whole(others)  # type: ignore[arg-type]
+            steps.append(table._others is before)
+            return take
+
+        patched.setattr(reader.predictor, "read_others", read)
+        await reader.exchange()
+    assert threads == [True]
+    assert steps == [True]
+    assert expected(reader) == expected(one)
 
 
 async def test_what_a_writer_cannot_be_read_of_is_left_out_and_the_rest_is_taken(make: Make) -> None:
