@@ -79,7 +79,7 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any], cap_byte
                 return
             room -= len(text)
             yield PART, text
-    except Exception as error:  # noqa: BLE001 - a tool's own code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's own code may raise anything
         yield FAILED, told(error)[:cap_bytes]
     else:
         yield OK, ""

@@ -78,13 +78,15 @@ async def test_a_thread_shares_the_process(open_tools: OpenTools) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_a_function_that_raises_stop_iteration_fails_and_frees_its_slot(
-    open_tools: OpenTools, isolation: str
+@pytest.mark.parametrize(("name", "text"), [("exhausted", "StopIteration: "), ("leaves", "SystemExit: 3")])
+async def test_a_function_that_raises_what_ends_a_loop_fails_and_frees_its_slot(
+    open_tools: OpenTools, isolation: str, name: str, text: str
 ) -> None:
-    host = await open_tools(tool("exhausted", isolation=isolation, concurrency=1))
+    """A future cannot have StopIteration, and SystemExit would end the event loop of all tools."""
+    host = await open_tools(tool(name, isolation=isolation, concurrency=1))
     for call in ("a", "b"):
-        result = await asyncio.wait_for(host.run(ToolCall(call, "exhausted")), 30)
-        assert (result.outcome, result.text) == (Outcome.ERROR, "error: StopIteration: ")
+        result = await asyncio.wait_for(host.run(ToolCall(call, name)), 30)
+        assert (result.outcome, result.text) == (Outcome.ERROR, f"error: {text}")
 
 
 async def test_a_worker_has_no_more_memory_than_it_may(open_tools: OpenTools) -> None:

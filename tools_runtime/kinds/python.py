@@ -114,7 +114,8 @@ class PythonKind(SingleTool):
                 for piece in python_worker.pieces_of(function(**invocation.arguments)):
                     pieces.append(piece)
                     loop.call_soon_threadsafe(invocation.report, piece)
-            except StopIteration as error:  # a future cannot have it, and would never be done
+            # A future cannot have the first, and would never be done. The second would end the loop of all tools.
+            except (StopIteration, SystemExit) as error:
                 raise ToolFailed(python_worker.told(error)) from error
             return "".join(pieces)
 
