@@ -219,6 +219,26 @@ async def test_a_replica_that_failed_a_turn_is_left_and_told(ingress) -> None:
     assert await b.turn() == Home("r1", 2)
 
 
+async def test_a_turn_that_is_first_and_last_leaves_the_replica_that_failed_it(ingress) -> None:
+    """The engine has forgotten the program with the attempt that failed; the store has not."""
+    a = ingress(lambda request: Go(Home("r1" if "r0" in request.avoid else "r0", 1), Placed.NEW))
+    only: dict[str, Any] = {"first": True, "last": True}
+    assert await a.turn(**only) == Home("r0", 1)
+    assert await a.turn(**only, avoid=frozenset({"r0"})) == Home("r1", 2)
+    assert await a.store.get(KEY) == (Home("r1", 2),)
+
+
+async def test_a_turn_that_waited_is_not_sent_to_the_replica_that_failed_it(ingress) -> None:
+    """Another ingress has placed its program there meanwhile."""
+    a, b = ingress(), ingress(lambda request: Wait())
+    failed = frozenset({"r0"})
+    turn = asyncio.create_task(b.turn(avoid=failed))
+    await until(lambda: b.placer.waiting)
+    await a.turn()
+    assert await b.placer.session_of(KEY, fresh=True) == "r0"
+    assert await turn == Home("r1", 2)
+
+
 async def test_a_replica_that_is_gone_is_not_told(ingress) -> None:
     a = ingress()
     await a.turn()
