@@ -125,6 +125,8 @@ class ProgramPlacer:
         self.replicas = ReplicaHealth(clock)
         self._started = asyncio.Event()
         self._swept_s = clock.now_s()
+        self._made_up = 0
+        """Failures of the store after which all homes were touched or written."""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -145,9 +147,12 @@ class ProgramPlacer:
         while True:
             await asyncio.sleep(PROBE_S)
             self._notifier.deliver(self.replicas)
-            if not self._store.healthy:
+            failures = self._store.failures.total()
+            if not self._store.healthy or failures != self._made_up:
+                # Any call may find that the store is back, and a call that failed later may have lost a home too.
                 if await self._store.touch({}) is not None:
                     await self.sweep(everything=True)
+                    self._made_up = failures
             elif self._clock.now_s() - self._swept_s >= min(SWEEP_S, self._idle_s / SWEEPS):
                 await self.sweep()
 

@@ -512,6 +512,42 @@ async def test_homes_that_redis_has_lost_are_written_again(ingress, server) -> N
     assert await a.store.get(KEY) == (Home("r0", 1),)
 
 
+async def test_homes_are_written_also_where_another_call_finds_the_store_back(ingress, server, monkeypatch) -> None:
+    a = ingress()
+    server.stop()
+    await a.turn()
+    server.start()
+    async with asyncio.timeout(WITHIN_S):
+        while await a.store.forget("default/another", 1) is None:
+            pass
+    assert a.store.healthy
+    monkeypatch.setattr("router.program_placer.PROBE_S", 0.001)
+    a.tasks.start("attend", a.placer.attend)
+    async with asyncio.timeout(WITHIN_S):
+        while await a.store.get(KEY) != (Home("r0", 1),):
+            await asyncio.sleep(0.001)
+
+
+async def test_homes_are_written_again_where_the_store_fails_meanwhile(ingress, server, monkeypatch) -> None:
+    a, swept = ingress(), []
+    server.stop()
+    await a.turn()
+    server.start()
+
+    async def sweep(*, everything: bool = False) -> None:
+        swept.append(everything)
+        if len(swept) < 3:
+            a.store.count(TimeoutError())
+            await a.store.touch({})
+
+    monkeypatch.setattr(a.placer, "sweep", sweep)
+    monkeypatch.setattr("router.program_placer.PROBE_S", 0.001)
+    a.tasks.start("attend", a.placer.attend)
+    await until(lambda: len(swept) >= 3)
+    await asyncio.sleep(0.02)
+    assert swept == [True] * 3
+
+
 async def test_those_who_wait_are_told_when_the_ingress_ends(ingress) -> None:
     a = ingress(lambda request: Wait())
     turn = asyncio.create_task(a.turn())
