@@ -234,8 +234,12 @@ def _more(view: ScalingView, state: LoadState, need: Needs, demand: Demand) -> t
 
 
 def _fewer(view: ScalingView, state: LoadState, start_s: float) -> tuple[int, Reason]:
-    """The number that has sufficed for long enough, and only once all replicas have started."""
-    if view.ready < view.target:
+    """The number that has sufficed for long enough, and only once all replicas have started.
+
+    One that has not started after `UNUSED_STARTS` start-up times may never start, so that nothing waits for it.
+    """
+    asked_s = max(state.raises_s, default=state.settled_s)
+    if view.ready < view.target and view.now_s - asked_s < max(MIN_UNUSED_S, UNUSED_STARTS * start_s):
         return view.target, Reason.KEEP
     idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s, state.downscale_delay_s)
     kept_s = max(idle_s, state.downscale_delay_s)

@@ -258,6 +258,18 @@ def test_a_replica_that_was_started_from_zero_is_idle_from_its_start_on() -> Non
     assert timeline.sizes == [0, 0]
 
 
+def test_replicas_that_cannot_start_keep_no_others() -> None:
+    """The cluster has room for three of four. When the load has fallen, the three are given up nevertheless."""
+    timeline = Timeline(most=4).run(60, busy(0.5)).run(18, busy(2.8))
+    timeline.starting = timeline.starting[:2]
+    timeline.run(600, busy(2.8))
+    assert (timeline.target, timeline.ready) == (4, 3), "it is needed"
+    timeline.run(35, busy(0.5))
+    assert timeline.target == 4
+    timeline.run(60, busy(0.5))
+    assert (timeline.target, timeline.ready, timeline.changes[-1][2]) == (1, 1, Reason.UNUSED)
+
+
 def test_without_reports_the_number_stays() -> None:
     """All replicas are gone or have just started: nothing is known."""
     timeline = Timeline(least=0, ready=0)
