@@ -180,7 +180,8 @@ class AdmissionQueue:
         tenant = self._tenants[waiter.request.tenant]
         aged = tenant.owed >= 1 and waiter is tenant.oldest()
         tenant.owed = min(MAX_OWED, tenant.owed + self._settings.aged_share - (1.0 if aged else 0.0))
-        self._virtual_s = max(self._virtual_s, tenant.served_s)
+        # Programs are also admitted out of the order of the tenants. Those who come later must not wait for that.
+        self._virtual_s = max(self._virtual_s, min(one.served_s for one in self._tenants.values()))
         tenant.served_s += waiter.work_s / tenant.weight
         self._measure(now_s)
         self._admissions += 1
