@@ -343,7 +343,8 @@ class AdmissionQueue:
         return self._settings.tenant_weights.get(name, 1.0)
 
     def _max_turns(self, name: str, newcomer: str) -> float:
-        return self._share(name, newcomer) * self._settings.max_waiting
+        """The turns with which the tenant may wait while ``newcomer`` waits, too: one at least."""
+        return max(1.0, self._share(name, newcomer) * self._settings.max_waiting)
 
     def _tenant_most_over_share(self, newcomer: str) -> str | None:
         """Of the tenants beyond their share with ``newcomer``, the one with the most waiting turns for its weight."""
