@@ -45,6 +45,10 @@ class Fence:
         if len(self._epochs) > self._max_programs:
             self._epochs.popitem(last=False)
 
+    def knows_later(self, key: str, epoch: int) -> bool:
+        """Return whether the program was placed with a later epoch, here or elsewhere."""
+        return self._epochs.get(key, epoch) > epoch
+
     def refuses(self, key: str, epoch: int) -> int | None:
         """Return the later epoch that is known if a turn comes too late, else None.
 
@@ -164,12 +168,15 @@ class RouterSide:
     async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
         """End a program here whose home is another replica with this epoch. Turns of older epochs are rejected.
 
-        Its KV is freed. Turns in flight go on, and their KV is freed when they end.
+        Its KV is freed. Turns in flight go on, and their KV is freed when they end. A notice of an older epoch than the
+        one that is known here does nothing, since the program may live here again.
 
         Raises:
             ControlTimeout: the scheduler did not answer. Older turns are rejected nevertheless.
             EngineGone: the engine is dead.
         """
+        if self._fence.knows_later(key, epoch):
+            return {"moved": False}
         self._fence.raise_to(key, epoch)
         return await self._channel.call("moved", key=key)
 

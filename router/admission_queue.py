@@ -180,7 +180,8 @@ class AdmissionQueue:
         tenant = self._tenants[waiter.request.tenant]
         aged = tenant.owed >= 1 and waiter is tenant.oldest()
         tenant.owed = min(MAX_OWED, tenant.owed + self._settings.aged_share - (1.0 if aged else 0.0))
-        self._virtual_s = max(self._virtual_s, tenant.served_s)
+        # Programs are also admitted out of the order of the tenants. Those who come later must not wait for that.
+        self._virtual_s = max(self._virtual_s, min(one.served_s for one in self._tenants.values()))
         tenant.served_s += waiter.work_s / tenant.weight
         self._measure(now_s)
         self._admissions += 1
@@ -342,7 +343,8 @@ class AdmissionQueue:
         return self._settings.tenant_weights.get(name, 1.0)
 
     def _max_turns(self, name: str, newcomer: str) -> float:
-        return self._share(name, newcomer) * self._settings.max_waiting
+        """The turns with which the tenant may wait while ``newcomer`` waits, too: one at least."""
+        return max(1.0, self._share(name, newcomer) * self._settings.max_waiting)
 
     def _tenant_most_over_share(self, newcomer: str) -> str | None:
         """Of the tenants beyond their share with ``newcomer``, the one with the most waiting turns for its weight."""

@@ -95,7 +95,8 @@ class PlacementEngine:
             return
         waiter = self._queue.waiter(key)
         expected = self._expect(waiter.request) if waiter is not None else NO_WORK
-        record = self._state.bind(key, home, round(expected.context_tokens))
+        parent_key = None if waiter is None else waiter.request.parent_key
+        record = self._state.bind(key, home, round(expected.context_tokens), parent_key)
         record.joined, record.last_s = True, now_s
         if waiter is not None:
             for turn_id, request in self._queue.drop(waiter).items():
@@ -300,8 +301,8 @@ class PlacementEngine:
 
         Without this, a parent and its child could wait for each other. One child at a time is enough.
         """
-        parent = self._state.program(request.parent_key) if request.parent_key is not None else None
-        return parent is not None and parent.children == 0
+        parent = request.parent_key
+        return parent is not None and self._state.program(parent) is not None and not self._state.has_children(parent)
 
     def _is_child(self, request: TurnRequest) -> bool:
         """Whether a living program started it, or another one lives that names the same parent: a sample of the same

@@ -19,6 +19,7 @@ from cluster.core.replica_snapshot import Home, ReplicaSnapshot
 from cluster.core.scaling_report import Demand
 from cluster.core.supervision import SupervisedTasks
 from cluster.store.placements import PlacementStore
+from router.admission_queue import MIN_RETRY_S
 from router.cold_start import ColdStart
 from router.decisions import Go, Placed, Refuse, Refused, TurnRequest, Wait
 from router.move_notifier import MovedAway, MoveNotifier
@@ -31,7 +32,8 @@ PUMP_S = 0.1
 FIRST_SNAPSHOT_S = 5.0
 """In a process that has just started, a turn waits this long for the first replica."""
 MAX_ROUNDS = 4
-"""A turn is placed this often because the store has another home for it; then that home is taken."""
+"""A turn is placed this often because the store has another home for it; then that home is taken, unless it has failed
+the turn."""
 SWEEPS = 4
 """A home in use is touched at least this often within its expiry."""
 SWEEP_S = 60.0
@@ -123,6 +125,8 @@ class ProgramPlacer:
         self.replicas = ReplicaHealth(clock)
         self._started = asyncio.Event()
         self._swept_s = clock.now_s()
+        self._made_up = 0
+        """Failures of the store after which all homes were touched or written."""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -143,9 +147,12 @@ class ProgramPlacer:
         while True:
             await asyncio.sleep(PROBE_S)
             self._notifier.deliver(self.replicas)
-            if not self._store.healthy:
+            failures = self._store.failures.total()
+            if not self._store.healthy or failures != self._made_up:
+                # Any call may find that the store is back, and a call that failed later may have lost a home too.
                 if await self._store.touch({}) is not None:
                     await self.sweep(everything=True)
+                    self._made_up = failures
             elif self._clock.now_s() - self._swept_s >= min(SWEEP_S, self._idle_s / SWEEPS):
                 await self.sweep()
 
@@ -198,15 +205,15 @@ class ProgramPlacer:
                     await self._started.wait()
         known = self._use(request)
         try:
-            for last_round in (*(False,) * (MAX_ROUNDS - 1), True):
-                store_available = await self._read_home(request)
+            for left in reversed(range(MAX_ROUNDS)):
+                store_available = await self._read_home(request, begins=left == MAX_ROUNDS - 1)
                 turn_id = f"turn-{next(self._turn_ids)}"
                 placement = None
                 try:
                     go = await self._decide(turn_id, request, store_available)
                     home = go.home if request.single_turn else await self._settle(request, go)
                     same = home.replica == go.home.replica
-                    if last_round or same or self._is_there(home, request):
+                    if home.replica not in request.avoid and (not left or same or home.replica in self.replicas):
                         self.placements[reason := go.reason if same else Placed.JOINED] += 1
                         placement = Placement(self, request, home.replica, home, turn_id, reason.value)
                         return placement
@@ -214,7 +221,8 @@ class ProgramPlacer:
                     if placement is None:
                         self._engine.ended(turn_id, self._clock.now_s())
                         self._pump()
-            raise AssertionError("the last round returns")
+            self.refusals[Refused.NO_REPLICA] += 1
+            raise rejection(Refused.NO_REPLICA, MIN_RETRY_S)  # each time it got a home that has failed it
         except BaseException:
             known.turns -= 1
             raise
@@ -260,7 +268,9 @@ class ProgramPlacer:
 
     def forget(self, key: str) -> None:
         """The program has ended. It is forgotten here and in the store."""
-        home = self._engine.home_of(key)
+        known = self._programs.get(key)
+        # The engine has forgotten a program whose last turn has ended.
+        home = self._engine.home_of(key) or (None if known is None else known.stored)
         self._drop(key)
         if home is not None:
             self._tasks.run("forget", self._store.forget(key, home.epoch))
@@ -313,14 +323,20 @@ class ProgramPlacer:
 
     # --- deciding -----------------------------------------------------------------------------------------------------
 
-    async def _read_home(self, request: TurnRequest) -> bool:
+    async def _read_home(self, request: TurnRequest, *, begins: bool) -> bool:
         """Read the home of a program that is unknown here, since its turns must not wait. Whether the store answers.
 
         A program that begins has none. If another ingress has placed it all the same, its claim returns that home, or
-        it is found while the turn waits for admission, or before it is refused.
+        it is found while the turn waits for admission, or before it is refused. ``begins``: no round has placed this
+        turn before.
         """
         store_available = request.single_turn or self._store.healthy
-        is_known = request.single_turn or request.first or self._engine.home_of(request.key) is not None
+        is_known = request.single_turn or self._engine.home_of(request.key) is not None
+        if begins and request.first and not request.avoid:
+            # The engine forgets a program that ends with this turn, also where an attempt at the turn has failed. Then
+            # the store still has the home, and only a later epoch replaces it.
+            known = self._programs.get(request.key)
+            is_known = is_known or known is None or known.stored is None
         if store_available and not is_known:
             store_available = await self._look_up(request.key)
         if not store_available:
@@ -368,9 +384,6 @@ class ProgramPlacer:
     def _tick(self) -> None:
         self._timer = None
         self._pump()
-
-    def _is_there(self, home: Home, request: TurnRequest) -> bool:
-        return home.replica in self.replicas and home.replica not in request.avoid
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 

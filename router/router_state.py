@@ -50,8 +50,6 @@ class ProgramRecord:
     moves: int = 0
     """Migrations for load."""
     in_flight: dict[str, "InFlightTurn"] = field(default_factory=dict)
-    children: int = 0
-    """Living programs that it has started."""
     joined: bool = False
     """Another ingress placed it, and no turn of it has come here since."""
     final: bool = False
@@ -377,18 +375,21 @@ class RouterState:
         record = self._programs.get(key)
         state = self._replicas.get(home.replica) or ReplicaState(home.replica, self._settings)
         if record is None:
-            record = ProgramRecord(key, home, parent_key, state, needed_tokens)
+            record = ProgramRecord(key, home, None, state, needed_tokens)
             self._programs[key] = record
-            if parent_key is not None:
-                self._siblings[parent_key] += 1
-                if (parent := self._programs.get(parent_key)) is not None:
-                    parent.children += 1
+            self._name_parent(record, parent_key)
             state.arrive(record)
         elif record.home.replica != home.replica:
             record.replica.depart(record)
             state.arrive(record)
         record.home = home
         return record
+
+    def _name_parent(self, record: ProgramRecord, parent_key: str | None) -> None:
+        """Count the program as a child. The store does not know the parents of the programs whose homes it has."""
+        if record.parent_key is None and parent_key is not None:
+            record.parent_key = parent_key
+            self._siblings[parent_key] += 1
 
     def carry(self, record: ProgramRecord) -> None:
         """The program's turns in flight go to its new home, wherever they were about to go."""
@@ -401,6 +402,7 @@ class RouterState:
         self, turn_id: str, request: TurnRequest, record: ProgramRecord, expected: ExpectedWork, gap: Gap, now_s: float
     ) -> None:
         """A turn of a program is sent to its home."""
+        self._name_parent(record, request.parent_key)
         current = self._replicas.get(record.home.replica)
         if current is not None and record.replica is not current:  # the replica was gone, and came back
             record.replica.depart(record)
@@ -467,8 +469,6 @@ class RouterState:
         self._siblings[record.parent_key] -= 1
         if not self._siblings[record.parent_key]:
             del self._siblings[record.parent_key]
-        if (parent := self._programs.get(record.parent_key)) is not None:
-            parent.children = max(0, parent.children - 1)
 
     def check_integrity(self) -> None:
         """Check programs, turns in flight and replicas against each other.

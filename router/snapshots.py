@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import StrEnum
 from threading import Lock
 from types import MappingProxyType
@@ -11,6 +11,9 @@ from cluster.core.clock import Clock
 from cluster.core.replica_snapshot import ReplicaSnapshot
 
 logger = logging.getLogger("ray.serve")
+
+RECENT_S = 5.0
+"""A snapshot is recent for this long: replicas publish one every second. One that hangs publishes none."""
 
 SnapshotView = Mapping[str, ReplicaSnapshot | None]
 """The replicas that can be reached, by unique id, each with its newest snapshot; None: it has published none."""
@@ -138,9 +141,19 @@ class ReplicaHealth:
         """How long the start of each replica took (seconds), as far as they have reported it."""
         return [one.start_s for one, _ in self._seen.values() if one is not None and one.start_s > 0]
 
-    def first(self) -> str | None:
-        """The replica with the first id; None: there is none."""
-        return min(self._seen, default=None)
+    def first(self, failed: Container[str] = ()) -> str | None:
+        """The replica with the first id of those that are expected to answer; None: there is none.
+
+        Replicas that drain are chosen only if there are no others, and so are those without a recent snapshot, and
+        those in ``failed``. Of these reasons, the last one counts most.
+        """
+
+        def rank(replica: str) -> tuple[bool, bool, bool, str]:
+            snapshot, at_s = self._seen[replica]
+            recent = snapshot is not None and self._clock.now_s() - at_s <= RECENT_S
+            return replica in failed, not recent, snapshot is not None and snapshot.draining, replica
+
+        return min(self._seen, key=rank, default=None)
 
     def states(self) -> dict[ReplicaStatus, int]:
         """The number of replicas in each state, including states without replicas."""

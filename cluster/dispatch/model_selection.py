@@ -16,6 +16,10 @@ from router.model_choice import Chosen, TurnFacts, choose_model
 
 MAX_PROGRAMS = 100_000
 """Largest number of programs whose model is remembered. The store knows the others."""
+SWEEPS = 4
+"""The choice of a program in use is renewed at least this often within its expiry."""
+SWEEP_S = 60.0
+"""And at least this often, to find out whether the store has another choice."""
 
 
 class Loads(Protocol):
@@ -31,6 +35,10 @@ class Homes(Protocol):
 
     async def claim(self, key: str, home: Home) -> Home | None:
         """Propose a home. Return the home that is valid, or None if the store does not answer."""
+        ...
+
+    async def touch(self, homes: Mapping[str, Home]) -> frozenset[str] | None:
+        """Renew the expiry of homes. Return the keys that have another home or none, or None if there is no answer."""
         ...
 
 
@@ -51,6 +59,9 @@ class ModelSelection:
         self._loads = loads
         self._homes = homes
         self._chosen: OrderedDict[str, str] = OrderedDict()
+        self._used: set[str] = set()
+        """The keys that were used since the last sweep."""
+        self._sweep_s = min(SWEEP_S, config.limits.program_ttl_s / SWEEPS)
         self._choosing: dict[str, asyncio.Task[str]] = {}
         self.counters: dict[Chosen, int] = dict.fromkeys(Chosen, 0)
 
@@ -89,13 +100,35 @@ class ModelSelection:
                 self._choosing[key] = asyncio.create_task(self._agree(key, name, body, identity))
             self._remember(key, await asyncio.shield(self._choosing[key]))
         self._chosen.move_to_end(key)
+        self._used.add(key)
         return self._chosen[key]
+
+    async def attend(self) -> None:
+        """Renew the choices of programs in use before they expire in the store. Never returns."""
+        while True:
+            await asyncio.sleep(self._sweep_s)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Renew the choices that were used since the last sweep. Where the store has another one, that one is valid."""
+        used, self._used = self._used, set()
+        homes = {key: _home(model) for key in used if (model := self._chosen.get(key)) is not None}
+        others = await self._homes.touch(homes) if homes else frozenset()
+        if others is None:
+            self._used |= homes.keys()
+            return
+        for key in others:
+            held = await self._homes.claim(key, homes[key])
+            if held is None:
+                self._used.add(key)
+            elif key in self._chosen and (agreed := unquote(held.replica)) in self._served:
+                self._chosen[key] = agreed
 
     async def _agree(self, key: str, name: str, body: Mapping[str, Any], identity: ProgramIdentity) -> str:
         """Return the model that is chosen here, or the one that another ingress has chosen before."""
         try:
             model = self._choose(self._classes[name], body, identity)
-            held = await self._homes.claim(key, Home(quote(model, safe=""), 1))
+            held = await self._homes.claim(key, _home(model))
             agreed = model if held is None else unquote(held.replica)
             return agreed if agreed in self._served else model
         finally:
@@ -110,6 +143,10 @@ class ModelSelection:
         self._chosen[key] = model
         while len(self._chosen) > MAX_PROGRAMS:
             self._chosen.popitem(last=False)
+
+
+def _home(model: str) -> Home:
+    return Home(quote(model, safe=""), 1)
 
 
 def turn_facts(body: Mapping[str, Any], identity: ProgramIdentity | None) -> TurnFacts:

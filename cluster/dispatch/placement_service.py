@@ -28,7 +28,11 @@ METRICS_PERIOD_S = 1.0
 """Seconds between two recordings. Ray drops gauges that are not set about this often."""
 DEMAND_PERIOD_S = 1.0
 """Seconds between two reports of the demand to the autoscaler."""
-DEMAND_TIMEOUT_S = 5.0
+DEMAND_TIMEOUT_S = 2.0
+"""A replica that does not take a report within this time has failed. Replicas drop reports after 5 s, so that the next
+report has to reach another one before."""
+DEMAND_AVOID_S = 30.0
+"""A replica that has failed to take a report gets none for this long, if there are others."""
 
 TurnCounts = Callable[[], tuple[int, int]]
 """Returns the number of turns that have ended, and of those that missed their SLO."""
@@ -49,6 +53,7 @@ class PlacementService:
         self, replicas: DeploymentHandle, config: CaesuraConfig, clock: Clock, name: str, counts: TurnCounts
     ) -> None:
         self._name = name
+        self._clock = clock
         self._counts = counts
         self._is_elastic, self._least = config.replicas.is_elastic, config.replicas.least
         self._tasks = SupervisedTasks(f"the placement of {config.model.id}", clock)
@@ -111,14 +116,20 @@ class PlacementService:
         await self._calls.ready.remote()
 
     async def _report_demand(self, placer: ProgramPlacer) -> None:
+        failed: dict[str, float] = {}
         while True:
             await asyncio.sleep(DEMAND_PERIOD_S)
-            if (replica := placer.replicas.first()) is not None:
+            now_s = self._clock.now_s()
+            failed = {one: until_s for one, until_s in failed.items() if until_s > now_s}
+            if (replica := placer.replicas.first(failed)) is not None:
+                if replica in failed:
+                    failed.clear()  # all have failed: they are tried in turn again
                 demand = placer.demand(*self._counts()).numbers()
                 try:
                     async with asyncio.timeout(DEMAND_TIMEOUT_S):
                         await self._calls.options(session_id=replica).demand.remote(self._name, demand)
-                except Exception as error:  # noqa: BLE001 - the next report follows, to another replica if this one is gone
+                except Exception as error:  # noqa: BLE001 - the next report follows, to another replica
+                    failed[replica] = self._clock.now_s() + DEMAND_AVOID_S
                     logger.info("replica %s did not take the demand: %r", replica, error)
 
     def open(self) -> None:

@@ -14,6 +14,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError, ReplicaGone
 from cluster.core.program import ProgramIdentity
+from cluster.core.supervision import SupervisedTasks
 from cluster.core.turn import Continuation, TurnPiece
 from cluster.dispatch.model_selection import ModelSelection
 from cluster.dispatch.placement_service import PlacementService
@@ -92,6 +93,8 @@ class ReplicaClients:
             clock=clock,
         )
         self.classes = ModelSelection(config, self, self._homes)
+        self._has_classes = bool(config.model_routing)
+        self._tasks = SupervisedTasks("the models of programs", clock)
 
     @property
     def ours(self) -> bool:
@@ -104,18 +107,21 @@ class ReplicaClients:
             placement.open()
         self._predictions.open()
         self.recordings.open()
+        if self._has_classes:
+            self._tasks.start("keep the models of programs", self.classes.attend)
 
     @property
     def failed(self) -> tuple[str, ...]:
         """Names of the background loops that keep failing."""
         routers = (f"{model}: {name}" for model, placing in self._placements.items() for name in placing.failed)
-        return (*self._predictions.failed, *self.recordings.failed, *routers)
+        return (*self._predictions.failed, *self.recordings.failed, *self._tasks.failed, *routers)
 
     async def aclose(self) -> None:
         """Stop. Programs keep their homes."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._turns.aclose)
             stack.push_async_callback(self._homes.close)
+            stack.push_async_callback(self._tasks.aclose)
             stack.push_async_callback(self.recordings.aclose)
             for placement in self._placements.values():
                 stack.push_async_callback(placement.aclose)

@@ -30,7 +30,7 @@ UNUSED_STARTS, MIN_UNUSED_S = 2.0, 30.0
 """A replica is removed after fewer have sufficed for so many start-up times, and for so long."""
 IDLE_STARTS, MIN_IDLE_S = 10.0, 120.0
 """The last replica is removed after it was idle for so many start-up times, and for so long: the next turn has to wait
-for a start."""
+for a start. The time counts from the start of the newest replica at the earliest."""
 MAX_DOWNSCALE_DELAY_S = 1800.0
 """Largest learnt delay of a removal, in seconds (the stabilization window of Kubernetes)."""
 DELAY_MARGIN = 1.5
@@ -234,12 +234,18 @@ def _more(view: ScalingView, state: LoadState, need: Needs, demand: Demand) -> t
 
 
 def _fewer(view: ScalingView, state: LoadState, start_s: float) -> tuple[int, Reason]:
-    """The number that has sufficed for long enough, and only once all replicas have started."""
-    if view.ready < view.target:
+    """The number that has sufficed for long enough, and only once all replicas have started.
+
+    One that has not started after `UNUSED_STARTS` start-up times may never start, so that nothing waits for it.
+    """
+    asked_s = max(state.raises_s, default=state.settled_s)
+    if view.ready < view.target and view.now_s - asked_s < max(MIN_UNUSED_S, UNUSED_STARTS * start_s):
         return view.target, Reason.KEEP
     idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s, state.downscale_delay_s)
-    idle = [number for at_s, number in state.needs if view.now_s - at_s <= max(idle_s, state.downscale_delay_s)]
-    if _covers(view, state, max(idle_s, state.downscale_delay_s)) and not any(idle):
+    kept_s = max(idle_s, state.downscale_delay_s)
+    idle = [number for at_s, number in state.needs if view.now_s - at_s <= kept_s]
+    serves = view.now_s - state.settled_s >= kept_s  # a replica is not idle before it has started
+    if serves and _covers(view, state, kept_s) and not any(idle):
         return _within(view, 0), Reason.IDLE
     if not _covers(view, state, unused_s):
         return view.target, Reason.KEEP

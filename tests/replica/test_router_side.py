@@ -96,6 +96,16 @@ def test_a_program_that_moved_away_is_refused_and_gives_up_its_hold(side: Callab
     s.side.receive("chat", BODY, KEY, 3)  # it has come back
 
 
+def test_a_notice_that_comes_late_does_not_end_a_program_that_has_come_back(side: Callable[..., Side]) -> None:
+    s = side("continuum")
+    s.side.receive("chat", BODY, KEY, 3)
+    s.turn("a", 100)
+    assert asyncio.run(s.side.moved_away(KEY, 2)) == {"moved": False}
+    assert len(s.scheduler.holds) == 1
+    assert asyncio.run(s.side.moved_away(KEY, 4)) == {"moved": True}
+    assert asyncio.run(s.side.moved_away(KEY, 4)) == {"moved": False}, "it is asked again until it is acknowledged"
+
+
 def test_a_program_with_a_turn_in_flight_is_given_up_when_that_ends(side: Callable[..., Side]) -> None:
     s = side("continuum")
     s.engine.submit("a-1", range(100), 3, ProgramIdentity(program_id="a"))

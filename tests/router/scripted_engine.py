@@ -61,9 +61,11 @@ class ScriptedEngine:
         return self.homes.get(key)
 
     def ended(self, turn_id: str, now_s: float, *, context_tokens: int | None = None) -> None:
-        del self.in_flight[turn_id]
+        request = self.in_flight.pop(turn_id)
         self.waiting.pop(turn_id, None)
         self.over.append(turn_id)
+        if request.last and all(other.key != request.key for other in self.in_flight.values()):
+            self.homes.pop(request.key, None)  # as the real one does, whatever the turn's outcome
 
     def forget(self, key: str, now_s: float) -> None:
         self.homes.pop(key, None)

@@ -64,8 +64,9 @@ class Timeline:
         self.state = decision.state
         if decision.replicas > self.target:
             self.starting += [self.now_s + START_S] * (decision.replicas - self.target)
-        elif decision.replicas < self.target:
-            self.ready -= self.target - decision.replicas
+        elif decision.replicas < self.target:  # those that are starting end first
+            self.ready = min(self.ready, decision.replicas)
+            self.starting = self.starting[: decision.replicas - self.ready]
         if decision.replicas != self.target:
             self.changes.append((self.now_s - self.began_s, decision.replicas, decision.reason))
         self.target = decision.replicas
@@ -243,6 +244,30 @@ def test_the_last_replica_goes_when_nobody_is_expected_and_not_before() -> None:
     paused = {**IDLE, "tokens": 500.0}
     assert Timeline(least=0).run(3600, paused).changes == []
     assert Timeline(least=1).run(3600, IDLE).changes == []
+
+
+def test_a_replica_that_was_started_from_zero_is_idle_from_its_start_on() -> None:
+    """The client that had it started may have gone, and the next one comes within minutes."""
+    timeline = Timeline(least=0).run(60, busy(0.5)).run(300, IDLE)
+    assert timeline.sizes == [0]
+    timeline.run(3600, IDLE)
+    timeline.target, timeline.starting = 1, [timeline.now_s + START_S]
+    timeline.run(START_S + 190, IDLE)
+    assert timeline.target == 1
+    timeline.run(30, IDLE)
+    assert timeline.sizes == [0, 0]
+
+
+def test_replicas_that_cannot_start_keep_no_others() -> None:
+    """The cluster has room for three of four. When the load has fallen, the three are given up nevertheless."""
+    timeline = Timeline(most=4).run(60, busy(0.5)).run(18, busy(2.8))
+    timeline.starting = timeline.starting[:2]
+    timeline.run(600, busy(2.8))
+    assert (timeline.target, timeline.ready) == (4, 3), "it is needed"
+    timeline.run(35, busy(0.5))
+    assert timeline.target == 4
+    timeline.run(60, busy(0.5))
+    assert (timeline.target, timeline.ready, timeline.changes[-1][2]) == (1, 1, Reason.UNUSED)
 
 
 def test_without_reports_the_number_stays() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -10,10 +11,16 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import BadRequest
 from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.replica_snapshot import Home
 from cluster.dispatch.model_selection import ModelSelection
+from cluster.dispatch.predictions import NullPredictions
+from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.observing.trace_context import NullTraces
+from cluster.store.client import quoted
 from cluster.store.placements import PlacementStore
 from router.model_choice import Chosen
+from tests.waiting import WITHIN_S
 
 CONFIG = CaesuraConfig.model_validate(
     {
@@ -46,8 +53,11 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 def classes(url: str, loads: Loads) -> ModelSelection:
-    store = PlacementStore(url, model="//classes", timeout_s=2.0, expiry_s=60.0, clock=MonotonicClock())
-    return ModelSelection(CONFIG, loads, store)
+    return ModelSelection(CONFIG, loads, store_of(url))
+
+
+def store_of(url: str) -> PlacementStore:
+    return PlacementStore(url, model="//classes", timeout_s=2.0, expiry_s=60.0, clock=MonotonicClock())
 
 
 def coding(tools: Any = None) -> dict[str, Any]:
@@ -105,6 +115,84 @@ async def test_ingresses_that_choose_at_once_agree(redis: EmbeddedRedis) -> None
     for number in range(20):
         turns = [one.model_of(coding(CHAT_BASH), program(f"race-{number}")) for one in ingresses for _ in range(3)]
         assert len(set(await asyncio.gather(*turns))) == 1
+
+
+async def stored(redis: EmbeddedRedis, key: str) -> Home | None:
+    answer = await store_of(redis.url).get(key)
+    assert answer is not None
+    return answer[0]
+
+
+async def test_the_choice_of_a_program_in_use_does_not_expire(redis: EmbeddedRedis) -> None:
+    one = classes(redis.url, Loads())
+    for name in ("used", "ended"):
+        await one.model_of(coding(CHAT_BASH), program(name))
+    await one.sweep()
+    raw = store_of(redis.url).redis
+    used, ended = [f"coding/{program(name).key}" for name in ("used", "ended")]
+    keys = {key: next(found for found in await raw.keys("*") if quoted(key).encode() in found) for key in (used, ended)}
+    for key in keys.values():
+        await raw.pexpire(key, 5_000)
+    await one.model_of(coding(), program("used"))
+    await one.sweep()
+    await one.sweep()
+    assert await raw.pttl(keys[used]) > 30_000
+    assert await raw.pttl(keys[ended]) <= 5_000
+
+
+async def test_a_choice_that_the_store_lost_is_written_again_and_another_one_is_taken(redis: EmbeddedRedis) -> None:
+    one = classes(redis.url, Loads())
+    lost, other = f"coding/{program('lost').key}", f"coding/{program('other').key}"
+    for name in ("lost", "other"):
+        assert await one.model_of(coding(CHAT_BASH), program(name)) == BIG
+    store = store_of(redis.url)
+    await store.forget(lost, 1)
+    await store.forget(other, 1)
+    await store.claim(other, Home(quote(SMALL, safe=""), 1))
+    await one.sweep()
+    assert await stored(redis, lost) == Home(BIG, 1)
+    assert await one.model_of(coding(), program("other")) == SMALL
+
+
+async def test_choices_are_renewed_when_the_store_is_back(redis: EmbeddedRedis, monkeypatch: Any) -> None:
+    one = classes(redis.url, Loads())
+    await one.model_of(coding(CHAT_BASH), program("later"))
+    touch = one._homes.touch
+    touched: list[str] = []
+
+    async def gone(homes: Mapping[str, Home]) -> None:
+        return None
+
+    async def noted(homes: Mapping[str, Home]) -> frozenset[str] | None:
+        touched.extend(homes)
+        return await touch(homes)
+
+    monkeypatch.setattr(one._homes, "touch", gone)
+    await one.sweep()
+    monkeypatch.setattr(one._homes, "touch", noted)
+    await one.sweep()
+    assert touched == [f"coding/{program('later').key}"]
+
+
+async def test_an_ingress_renews_choices_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, over = asyncio.Event(), asyncio.Event()
+
+    async def attend(self: ModelSelection) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+
+    monkeypatch.setattr(ModelSelection, "attend", attend)
+    config = CaesuraConfig.model_validate({**CONFIG.model_dump(), "redis": {"url": "redis://127.0.0.1:1"}})
+    fleet = ReplicaClients(
+        {}, config, MonotonicClock(), "ingress", NullPredictions(), NullTraces(), lambda model: (0, 0)
+    )
+    fleet.open()
+    await asyncio.wait_for(began.wait(), WITHIN_S)
+    await fleet.aclose()
+    assert over.is_set()
 
 
 async def test_without_the_store_the_choice_is_made_here() -> None:

@@ -28,6 +28,7 @@ class Handle:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.fails: Exception | None = None
+        self.hangs = "none"
         self._to = ""
 
     def options(self, **options: Any) -> "Handle":
@@ -42,16 +43,23 @@ class Handle:
         self.calls.append((self._to, arguments))
         if self.fails is not None:
             raise self.fails
+        if self._to == self.hangs:
+            await asyncio.Event().wait()
 
 
 async def reported(
-    replicas: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None, *, reports: int = 2
+    replicas: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Exception | None = None,
+    *,
+    reports: int = 2,
+    hangs: str = "none",
 ) -> Handle:
     """A model's handle after ``reports`` reports of its ingress, which sees two replicas, and time for more."""
     monkeypatch.setattr("cluster.dispatch.placement_service.DEMAND_PERIOD_S", 0.001)
     config = CaesuraConfig.model_validate({**CONFIG.model_dump(), "replicas": replicas})
     handle = Handle()
-    handle.fails = fails
+    handle.fails, handle.hangs = fails, hangs
     made: Any = handle
     service = PlacementService(made, config, ManualClock(), "ingress", lambda: (7, 2))
     service.open()
@@ -71,9 +79,15 @@ async def test_the_demand_for_an_elastic_model_goes_to_one_replica(monkeypatch: 
     assert name == "ingress" and Demand.of(demand) == Demand(turns=7, missed=2)
 
 
-async def test_a_report_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_that_fails_is_followed_by_the_next_to_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = await reported({"max": 3}, monkeypatch, fails=ReplicaGone("gone"))
-    assert len(handle.calls) > 1
+    assert [replica for replica, _ in handle.calls[:2]] == ["r1", "r2"]
+
+
+async def test_a_replica_that_hangs_gets_no_further_reports_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.dispatch.placement_service.DEMAND_TIMEOUT_S", 0.001)
+    handle = await reported({"max": 3}, monkeypatch, reports=5, hangs="r1")
+    assert [replica for replica, _ in handle.calls[:5]] == ["r1", *["r2"] * 4]
 
 
 async def test_a_fixed_number_of_replicas_needs_no_reports(monkeypatch: pytest.MonkeyPatch) -> None:

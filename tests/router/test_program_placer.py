@@ -219,6 +219,26 @@ async def test_a_replica_that_failed_a_turn_is_left_and_told(ingress) -> None:
     assert await b.turn() == Home("r1", 2)
 
 
+async def test_a_turn_that_is_first_and_last_leaves_the_replica_that_failed_it(ingress) -> None:
+    """The engine has forgotten the program with the attempt that failed; the store has not."""
+    a = ingress(lambda request: Go(Home("r1" if "r0" in request.avoid else "r0", 1), Placed.NEW))
+    only: dict[str, Any] = {"first": True, "last": True}
+    assert await a.turn(**only) == Home("r0", 1)
+    assert await a.turn(**only, avoid=frozenset({"r0"})) == Home("r1", 2)
+    assert await a.store.get(KEY) == (Home("r1", 2),)
+
+
+async def test_a_turn_that_waited_is_not_sent_to_the_replica_that_failed_it(ingress) -> None:
+    """Another ingress has placed its program there meanwhile."""
+    a, b = ingress(), ingress(lambda request: Wait())
+    failed = frozenset({"r0"})
+    turn = asyncio.create_task(b.turn(avoid=failed))
+    await until(lambda: b.placer.waiting)
+    await a.turn()
+    assert await b.placer.session_of(KEY, fresh=True) == "r0"
+    assert await turn == Home("r1", 2)
+
+
 async def test_a_replica_that_is_gone_is_not_told(ingress) -> None:
     a = ingress()
     await a.turn()
@@ -490,6 +510,42 @@ async def test_homes_that_redis_has_lost_are_written_again(ingress, server) -> N
     await probed(a)
     await a.turn()
     assert await a.store.get(KEY) == (Home("r0", 1),)
+
+
+async def test_homes_are_written_also_where_another_call_finds_the_store_back(ingress, server, monkeypatch) -> None:
+    a = ingress()
+    server.stop()
+    await a.turn()
+    server.start()
+    async with asyncio.timeout(WITHIN_S):
+        while await a.store.forget("default/another", 1) is None:
+            pass
+    assert a.store.healthy
+    monkeypatch.setattr("router.program_placer.PROBE_S", 0.001)
+    a.tasks.start("attend", a.placer.attend)
+    async with asyncio.timeout(WITHIN_S):
+        while await a.store.get(KEY) != (Home("r0", 1),):
+            pass
+
+
+async def test_homes_are_written_again_where_the_store_fails_meanwhile(ingress, server, monkeypatch) -> None:
+    a, swept = ingress(), []
+    server.stop()
+    await a.turn()
+    server.start()
+
+    async def sweep(*, everything: bool = False) -> None:
+        swept.append(everything)
+        if len(swept) < 3:
+            a.store.count(TimeoutError())
+            await a.store.touch({})
+
+    monkeypatch.setattr(a.placer, "sweep", sweep)
+    monkeypatch.setattr("router.program_placer.PROBE_S", 0.001)
+    a.tasks.start("attend", a.placer.attend)
+    await until(lambda: len(swept) >= 3)
+    await asyncio.sleep(0.02)
+    assert swept == [True] * 3
 
 
 async def test_those_who_wait_are_told_when_the_ingress_ends(ingress) -> None:

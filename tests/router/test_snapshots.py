@@ -80,3 +80,19 @@ def test_every_state_is_counted_also_where_nobody_is_in_it() -> None:
     assert health.states() == {ReplicaStatus.UP: 0, ReplicaStatus.DRAINING: 0, ReplicaStatus.SILENT: 0}
     health.observe({"a": snapshot("a"), "b": snapshot("b", draining=True), "c": None, "d": snapshot("d")})
     assert health.states() == {ReplicaStatus.UP: 2, ReplicaStatus.DRAINING: 1, ReplicaStatus.SILENT: 1}
+
+
+def test_reports_go_to_the_first_replica_with_a_recent_snapshot_that_has_not_failed() -> None:
+    clock = ManualClock()
+    health = ReplicaHealth(clock)
+    assert health.first() is None
+    health.observe({"a": snapshot("a", 1), "b": snapshot("b", 1), "c": snapshot("c", 1), "d": None})
+    assert health.first() == "a"
+    clock.advance(60.0)
+    health.observe({"a": snapshot("a", 1), "b": snapshot("b", 2), "c": snapshot("c", 2), "d": None})
+    assert health.first() == "b", "a hangs"
+    assert health.first({"b"}) == "c"
+    assert health.first({"b", "c"}) == "a", "any is better than none"
+    assert health.first({"a", "b", "c", "d"}) == "b"
+    health.observe({"b": snapshot("b", 2, draining=True), "c": snapshot("c", 2)})
+    assert health.first() == "c"

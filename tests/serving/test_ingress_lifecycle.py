@@ -53,11 +53,12 @@ async def test_predictions_that_fail_to_close_leave_no_router_open() -> None:
     fleet.__dict__["_predictions"] = Part(closed, "predictions", RuntimeError("store gone"))
     fleet.__dict__["_placements"] = {"m": Part(closed, "router m", RuntimeError("gone")), "n": Part(closed, "router n")}
     fleet.__dict__["_homes"] = Part(closed, "homes")
+    fleet.__dict__["_tasks"] = Part(closed, "loops")
     fleet.__dict__["_turns"] = Part(closed, "connections")
     fleet.__dict__["recordings"] = Part(closed, "recordings")
     with pytest.raises(RuntimeError):
         await fleet.aclose()
-    assert sorted(closed) == ["connections", "homes", "predictions", "recordings", "router m", "router n"]
+    assert sorted(closed) == ["connections", "homes", "loops", "predictions", "recordings", "router m", "router n"]
 
 
 async def test_a_runner_that_fails_to_close_leaves_no_tools_open() -> None:
