@@ -393,9 +393,9 @@ def look_up_unless(still_loads: Callable[[str, int], bool], offloading: Offloadi
     """
     find = offloading.get_num_new_matched_tokens
 
-    def find_unless_loading(request: Request, local: int) -> tuple[int | None, bool]:
-        found: tuple[int | None, bool] = (None, False)
-        return found if still_loads(request.request_id, local) else find(request, local)
+    def find_unless_loading(request: Request, local: int, **more: Any) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = (None, False)  # vLLM 0.32 also gives the most that can be loaded
+        return found if still_loads(request.request_id, local) else find(request, local, **more)
 
     offloading.get_num_new_matched_tokens = find_unless_loading
 
