@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
 from vllm.v1.kv_offload.cpu.policies import base as cpu_policies
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering import async_lookup
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.request import Request
 from vllm.v1.structured_output import utils as structured_output
@@ -272,6 +273,9 @@ class Loads(TwoQueues):
             self._skip_zero_block_ids.update(written)
         return allocated is not None
 
+
+DRAINS_LATE_LOOKUPS = hasattr(async_lookup, "LookupPhase")
+"""Whether vLLM's lookups in a tier ignore the answer to an earlier lookup of the same chunk."""
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from replicas.disk_tier.slots import Slots
 from replicas.disk_tier.trouble import TROUBLE_OF_ERRNO, Direction, Trouble
 from replicas.disk_tier.value import WriteOutcome, assumed_speed
 from replicas.host_tier import ProgramChunks, Standing
-from replicas.vllm_versions import ChunkStatus, job_rows
+from replicas.vllm_versions import DRAINS_LATE_LOOKUPS, ChunkStatus, job_rows
 
 logger = logging.getLogger("vllm.caesura.disk_tier")
 
@@ -568,8 +568,11 @@ class SlotLookup(AsyncLookupManager):
         """Take the answers that have come. A chunk may have several, of which the first one counts.
 
         Where the request that asked has ended, vLLM forgets the lookup although its answer is outstanding. The next
-        request asks again. vLLM's own method fails at the second answer.
+        request asks again. The method of vLLM 0.29 fails at the second answer.
         """
+        if DRAINS_LATE_LOOKUPS:
+            super().drain_results()
+            return
         while not self._pending_results.empty():
             for key, found in self._pending_results.get():
                 state = self._lookup_state.get(key)
