@@ -31,7 +31,7 @@ from replicas.disk_tier.tier import READERS, STALL_S, WRITERS, DiskTier
 from replicas.disk_tier.trouble import Direction
 from replicas.disk_tier.value import Speed, WriteOutcome, disk_standing, host_standing, refusal
 from replicas.host_tier import Standing
-from replicas.vllm_versions import COUNTS_CHUNKS
+from replicas.vllm_versions import COUNTS_CHUNKS, DRAINS_LATE_LOOKUPS
 from tests.waiting import wait_until
 
 CHUNK_BYTES = PAGE
@@ -488,7 +488,8 @@ def test_a_lookup_that_was_given_up_and_is_repeated_may_be_answered_twice(
         if request == "fetch":
             tier.on_request_finished(ReqContext(request))
     answers.set()
-    wait_until(lambda: tier._lookups._pending_results.qsize() == 2)
+    expected = 1 if DRAINS_LATE_LOOKUPS else 2  # vLLM 0.32 does not ask again while an answer is outstanding
+    wait_until(lambda: tier._lookups._pending_results.qsize() == expected)
     assert tier.lookup(key, ReqContext("turn")) is LookupResult.HIT
 
 
