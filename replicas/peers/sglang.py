@@ -51,5 +51,5 @@ class Sglang(Peer):
         self._parameters = parameters
 
     def additional_config(self, max_model_len: int) -> dict[str, Any]:
-        """Return the parameters."""
+        """Return all parameters under the key from which the scheduler of this peer reads them."""
         return {KEY: self._parameters.model_dump()}

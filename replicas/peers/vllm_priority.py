@@ -24,7 +24,7 @@ class VllmPriorityParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def build(self, cost: CostModel) -> Peer:
-        """Build the peer."""
+        """Return the peer. It ignores the costs, because its order needs arrivals only."""
         return VllmPriority()
 
 

@@ -32,7 +32,7 @@ class VllmV0Parameters(BaseModel):
     baseline ImprovedDiscard of InferCept (section 5)."""
 
     def build(self, cost: CostModel) -> Peer:
-        """Build the peer."""
+        """Return the peer whose scheduler orders by ``order``. It ignores the costs."""
         return VllmV0() if self.order == "turn" else VllmV0ByProgram()
 
 

@@ -66,7 +66,7 @@ class AugserveParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the policy without the parts that the flags switch off. N_max is then that of the budget."""
         alpha = self.alpha_tokens if self.anti_starvation else 0.0
         budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()
         waits = budget if self.swap_waits == "step" else None
