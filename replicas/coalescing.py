@@ -43,7 +43,8 @@ def end(future: asyncio.Future[None]) -> None:
 
 
 async def gather(chunks: AsyncGenerator[Other], ticks: Ticks) -> AsyncGenerator[list[Other]]:
-    """Yield lists of the chunks since the last list, at most one list an interval. The first and the last come at once.
+    """Yield lists of the chunks since the last list, at most one list an interval. The first and the last come at once,
+    and so does a chunk that comes when the interval has ended. Nothing runs while there is no chunk.
 
     Closing the result closes ``chunks``.
 
@@ -51,34 +52,38 @@ async def gather(chunks: AsyncGenerator[Other], ticks: Ticks) -> AsyncGenerator[
         Exception: what ``chunks`` raised, after everything before it was yielded.
     """
     pending: list[Other] = []
-    wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    begun = False
+    come = asyncio.Event()
+    tick: asyncio.Future[None] | None = None
+    ended = False
 
     async def read() -> None:
-        nonlocal begun
+        nonlocal ended
         try:
             async for chunk in chunks:
                 pending.append(chunk)
-                if not begun:
-                    begun = True
-                    end(wake)
+                come.set()
         finally:
-            end(wake)
+            ended = True
+            come.set()
+            if tick is not None:
+                end(tick)
 
     reader = asyncio.create_task(read())
     try:
-        await wake
         while True:
+            await come.wait()
             if pending:
                 # Emptied before it is yielded: more may come while whoever takes it does something else.
                 batch = pending[:]
                 pending.clear()
+                if not ended:
+                    come.clear()
                 yield batch
-            elif reader.done():
+            elif ended:
                 break
-            if not reader.done():
-                wake = ticks.wait()
-                await wake
+            if not ended:
+                tick = ticks.wait()
+                await tick
         await reader
     finally:
         reader.cancel()

@@ -48,6 +48,7 @@ ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",  # idle workers cost memory and, at the start, the time of those that are needed
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # of 15 otherwise: engine and ingress would wait for every other process of the machine
     "MALLOC_ARENA_MAX": "2",  # of glibc's usual eight a core each keeps free pieces: memory grew for hours
     "RAY_JEMALLOC_LIB_PATH": "",  # Ray's own processes are preloaded with it otherwise, and grow even when idle
     "RAY_task_events_report_interval_ms": "0",  # the GCS would keep what Serve's controller waited for, each time

@@ -95,6 +95,54 @@ async def test_streams_that_send_within_an_interval_send_together() -> None:
     assert woken[-1][0] - first[0] >= 0.14
 
 
+async def test_a_stream_without_tokens_takes_no_time_of_the_replica() -> None:
+    """Also with `stream_interval_ms: 0`, which sends each token when it is ready."""
+    waits, ready = 0, asyncio.Event()
+
+    class Counted(Ticks):
+        def wait(self):
+            nonlocal waits
+            waits += 1
+            return super().wait()
+
+    async def chunks():
+        for text in ("a", "b"):
+            yield event(text)
+            await ready.wait()
+
+    pieces = coalesce(chunks(), Counted(0.0))
+    assert data(await anext(pieces)) == b"a"
+    following = asyncio.ensure_future(anext(pieces))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert waits == 1, "one interval follows the first token; then the next token is waited for"
+    ready.set()
+    assert data(await following) == b"b"
+    await pieces.aclose()
+
+
+async def test_a_token_after_the_interval_is_sent_at_once() -> None:
+    ready = asyncio.Event()
+
+    async def chunks():
+        yield event("a")
+        await ready.wait()
+        yield event("b")
+        await asyncio.Event().wait()
+
+    ticks = Ticks(0.01)
+    pieces = coalesce(chunks(), ticks)
+    assert data(await anext(pieces)) == b"a"
+    following = asyncio.ensure_future(anext(pieces))
+    await asyncio.sleep(0.02)
+    ticks._interval_s = LONG_S  # an interval that began now would not end
+    await asyncio.sleep(0.02)
+    ready.set()
+    async with asyncio.timeout(10):
+        assert data(await following) == b"b"
+    await pieces.aclose()
+
+
 async def test_an_exception_comes_after_what_was_before_it() -> None:
     async def chunks():
         yield event("a")
