@@ -394,7 +394,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.model is None) != (arguments.accelerator == "cpu"):
         parser.error("--model: a folder is needed with --accelerator gpu, and only there")
-    os.environ |= {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would yield to everybody
     set_niceness([os.getpid()], arguments.niceness)
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.model is not None:
