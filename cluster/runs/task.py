@@ -53,7 +53,7 @@ from cluster.runs.state import (
 )
 from cluster.runs.tool_images import kept_images
 from cluster.runs.truncation import droppable
-from cluster.runs.turn_request import continuation_of, turn_body, turn_identity
+from cluster.runs.turn_request import body_place, continuation_of, turn_body, turn_identity
 from cluster.runs.turn_text import TurnText
 
 logger = logging.getLogger("ray.serve")
@@ -325,7 +325,8 @@ class RunTask:
         turn = TurnText(todo.turn, todo.summary)
         identity = turn_identity(state, todo, self._known_as)
         prior, body = continuation_of(state), turn_body(state, todo)
-        pieces = self._replicas.turn(self._key, body, identity, prior, answers=state.unread)
+        answers = tuple(body_place(state, place) for place in state.unread)
+        pieces = self._replicas.turn(self._key, body, identity, prior, answers=answers)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for piece in pieces:
                 if isinstance(piece, HttpError):

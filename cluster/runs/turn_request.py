@@ -1,6 +1,6 @@
 """The request of a run's next turn: its body, its identity, and the ids from which it continues."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,55 @@ from cluster.runs.compaction import REQUEST
 from cluster.runs.events import Call, RunSpec, ToolAnswer
 from cluster.runs.state import AskTurn, RunState, next_step, runs_here, step, summary_tokens
 
+ChatMessage = dict[str, Any]
+
 _OF_ANSWERS = ("response_format", "stop", "ignore_eos", "logprobs", "top_logprobs")
 """Fields that apply to an answer and not to a summary."""
 
 
+def joined_system(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with one message of the system instead of several at the beginning.
+
+    Many chat templates reject a second one. Messages that are not only text stay as they are.
+    """
+    texts: list[str] = []
+    for message in messages:
+        text = _text_of(message["content"]) if message["role"] == "system" else None
+        if text is None:
+            break
+        texts.append(text)
+    if len(texts) < 2:
+        return list(messages)
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *messages[len(texts) :]]
+
+
+def _text_of(content: Any) -> str | None:
+    """Return the text of a message's content; None: it has other parts."""
+    if isinstance(content, str):
+        return content
+    if all(part["type"] == "text" for part in content):
+        return "\n".join(part["text"] for part in content)
+    return None
+
+
+def body_messages(spec: RunSpec, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages of a run as its turns' bodies have them.
+
+    A request for a response has a message of the system for its instructions, and one for each developer's item. The
+    run's state keeps them apart, because a later response may have other instructions. The messages of other APIs are
+    the client's own, or are made as they should be.
+    """
+    return joined_system(messages) if spec.api == "responses" else list(messages)
+
+
+def body_place(state: RunState, place: int) -> int:
+    """Return the place in the body of the next turn of a message after those of the system, by its place in the run."""
+    return place - len(state.messages) + len(body_messages(state.spec, state.messages))
+
+
 def prompt_fields(spec: RunSpec) -> dict[str, Any]:
     """Return the fields of the first turn's body that make its prompt. `/tokenize` takes them."""
-    fields: dict[str, Any] = {"model": spec.model, "messages": list(spec.messages)}
+    fields: dict[str, Any] = {"model": spec.model, "messages": body_messages(spec, spec.messages)}
     if spec.offers:
         fields["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
     if "chat_template_kwargs" in spec.sampling:
@@ -29,11 +71,11 @@ def prompt_fields(spec: RunSpec) -> dict[str, Any]:
 def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
     """Return a chat completions body with the whole conversation."""
     spec = state.spec
-    body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
+    body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": body_messages(spec, state.messages)}
     body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
     if todo.summary:
         body = {name: value for name, value in body.items() if name not in _OF_ANSWERS}
-        body["messages"] = [*state.messages, REQUEST]
+        body["messages"].append(REQUEST)
         body["max_completion_tokens"] = summary_tokens(state)
     if spec.offers:
         body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
@@ -57,7 +99,7 @@ def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> Progr
 
 def continuation_of(state: RunState) -> Continuation | None:
     """Return the ids from which the next turn continues. None: there are none."""
-    return Continuation(state.token_ids, state.covered) if state.token_ids else None
+    return Continuation(state.token_ids, body_place(state, state.covered)) if state.token_ids else None
 
 
 def known_body(state: RunState, answering: Call, text: str) -> Mapping[str, Any] | None:
@@ -76,5 +118,7 @@ def known_body(state: RunState, answering: Call, text: str) -> Mapping[str, Any]
     if not isinstance(todo, AskTurn) or todo.summary:
         return None
     body = turn_body(expected, todo)
-    known_messages = len(state.messages) + [call.place for call in state.calls].index(answering.place) + 1
+    known_messages = (
+        body_place(state, len(state.messages)) + [call.place for call in state.calls].index(answering.place) + 1
+    )
     return {**body, "messages": body["messages"][:known_messages]}

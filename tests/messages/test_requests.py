@@ -124,6 +124,11 @@ def test_the_system_prompt_loses_what_changes_with_each_request(system: Any, kep
     assert body_of(system=system)["messages"][:-1] == expected
 
 
+def test_messages_of_the_system_at_the_beginning_are_one() -> None:
+    made = body_of({"role": "system", "content": "Be kind."}, user("Go."), system="Be brief.")["messages"]
+    assert made == [{"role": "system", "content": "Be brief.\n\nBe kind."}, user("Go.")]
+
+
 @pytest.mark.parametrize(
     ("fields", "made"),
     [

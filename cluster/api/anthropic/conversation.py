@@ -49,12 +49,12 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[A
     """
     made = _Conversation()
     if text := system_text(system):
-        made.messages.append({"role": "system", "content": text})
+        made.system(text)
     for place, message in enumerate(messages):
         path = f"messages.{place}"
         match message:
             case SystemMessage():
-                made.messages.append({"role": "system", "content": _joined(message.content)})
+                made.system(_joined(message.content))
             case UserMessage():
                 made.user(message, path)
             case AssistantMessage():
@@ -112,6 +112,12 @@ class _Conversation:
         """Paths of the calls without an answer, by the id of the call."""
         self._names: dict[str, str] = {}
         """Names of the called tools, by the id of the call."""
+
+    def system(self, text: str) -> None:
+        """Add a message of the system. Those at the beginning are one, because many chat templates reject a second."""
+        if [message["role"] for message in self.messages] == ["system"]:
+            text = f"{self.messages.pop()['content']}\n\n{text}"
+        self.messages.append({"role": "system", "content": text})
 
     def check_answered(self) -> None:
         """Check that every call has an answer.
