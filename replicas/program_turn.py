@@ -130,7 +130,7 @@ class ProgramTurns:
         identity: str | None,
         continuation: Continuation | None,
         watch: Watch,
-        answers: Sequence[int] = (),
+        answers: Sequence[int] | None = (),
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Yield one TurnBegan, TurnDeltas and one TurnDone, or an HttpError at the end. Closing it aborts the turn.
 
@@ -143,7 +143,8 @@ class ProgramTurns:
             identity: the encoded ProgramIdentity.
             continuation: ids of the first messages. None on the program's first turn.
             watch: sees the engine's outputs, and knows how far the turn has come on another replica.
-            answers: places of the messages that are shortened if the prompt does not fit. Their content is text.
+            answers: places of the messages that are shortened if the prompt does not fit. Their content is text. None:
+                the turn is no run's, and its client's bound of output is not lowered to fit beside the prompt.
 
         Raises:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
@@ -153,8 +154,8 @@ class ProgramTurns:
         request = parse_request("chat", {**self._text.legible(dict(body)), **OURS})
         self._text.make_plain(request)
         attach_program(request, headers, key, identity)
-        texts = {place: body["messages"][place]["content"] for place in answers}
-        fit = await self._fitted(request, continuation, texts)
+        texts = {place: body["messages"][place]["content"] for place in answers or ()}
+        fit = await self._fitted(request, continuation, texts, bounds=answers is not None)
         prompt = fit.prompt
         if prompt.mode is PromptMode.CONTINUED:
             request.kv_transfer_params = {"prompt_token_ids": prompt.known + prompt.added}
@@ -174,7 +175,7 @@ class ProgramTurns:
                         yield refusal
 
     async def _fitted(
-        self, request: Any, continuation: Continuation | None, answers: Mapping[int, str]
+        self, request: Any, continuation: Continuation | None, answers: Mapping[int, str], *, bounds: bool
     ) -> Fitted[Prompt]:
         """Make the prompt, with shorter answers where it does not fit into the context window.
 
@@ -182,13 +183,14 @@ class ProgramTurns:
             request: vLLM's chat request. Its messages get the shorter answers, and its bound of output what is left.
             continuation: ids of the first messages.
             answers: the texts that may be shortened, by the places of their messages.
+            bounds: whether the bound of output may be lowered.
 
         Raises:
             BadRequest, VLLMClientError: the continuation makes no sense, or the prompt does not fit.
         """
         window = self._text.window
-        # A token has a byte at least, and the template adds few.
-        counted = bool(answers) and len(json.dumps([request.messages, request.tools], default=str)) > window // 2
+        tight = bounds and self._is_tight(request)
+        counted = tight or (bool(answers) and _size(request) > window // 2)
 
         def put(chars: int | None) -> None:
             for place, text in answers.items():
@@ -211,11 +213,19 @@ class ProgramTurns:
             fit = await fitted(make, longest, window, request.max_completion_tokens)
             put(None if fit is None else fit.chars)
         if fit is None:
-            fit = Fitted(await self._prompt(request, continuation, counted=False))
+            fit = Fitted(await self._prompt(request, continuation, counted=tight))
         self._text.bound_output(request, fit.prompt.tokens)
         if fit.prompt.mode is PromptMode.CONTINUED:
             self._text.check_length(request, fit.prompt.known + fit.prompt.added)
         return fit
+
+    def _is_tight(self, request: Any) -> bool:
+        """Return whether the prompt and the bound of output may exceed the window. The bound alone does not."""
+        window, asked = self._text.window, request.max_completion_tokens
+        if asked is None or asked >= window:
+            return False
+        # A short prompt is counted at once, and the tokens of its template are most of it.
+        return bool(asked > window // 2) or _size(request) > window - asked
 
     async def _prompt(self, request: Any, continuation: Continuation | None, counted: bool) -> Prompt:
         """Make a turn's prompt. If vLLM makes it, it is only ``counted``.
@@ -233,6 +243,11 @@ class ProgramTurns:
             self._logged.add(rest)
             logger.warning("a prompt is rendered again: %s (logged once)", rest.value)
         return Prompt(PromptMode.RENDERED_AGAIN, tokens=await self._text.count(request) if counted else 0)
+
+
+def _size(request: Any) -> int:
+    """Return a number that a prompt's tokens rarely exceed: a token has a byte at least, and the template adds few."""
+    return len(json.dumps([request.messages, request.tools], default=str))
 
 
 def _check_fixed(body: Mapping[str, Any]) -> None:

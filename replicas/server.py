@@ -261,7 +261,7 @@ class ProgramServer(LLMServer):
         continuation: Continuation | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
-        answers: Sequence[int] = (),
+        answers: Sequence[int] | None = (),
         *,
         record: bool = False,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:

@@ -48,8 +48,9 @@ class TurnCall(msgspec.Struct, frozen=True):
     """Progress of this answer on another replica. None: it begins here."""
     continuation: Continuation | None = None
     """The token ids from which a turn of a run continues. None: its prompt is rendered from the messages."""
-    answers: tuple[int, ...] = ()
-    """Places of the messages that may be shortened if the prompt does not fit: answers of the cluster's tools."""
+    answers: tuple[int, ...] | None = None
+    """Places of the messages that may be shortened if the prompt does not fit: answers of the cluster's tools. None: it
+    is no turn of a run, and its bound of output is its client's own."""
     record: bool = False
     """Whether the last piece's progress has the tokens of the whole turn."""
 
@@ -65,7 +66,7 @@ class _Head(msgspec.Struct, array_like=True):
     epoch: int | None
     so_far: Progress | None
     continuation: Continuation | None
-    answers: tuple[int, ...] = ()
+    answers: tuple[int, ...] | None = None
     record: bool = False
 
 

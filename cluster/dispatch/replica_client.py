@@ -185,7 +185,7 @@ class ReplicaClient:
         identity: ProgramIdentity,
         continuation: Continuation | None,
         headers: Mapping[str, str] | None = None,
-        answers: Sequence[int] = (),
+        answers: Sequence[int] | None = None,
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """Yield the pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
 
@@ -197,7 +197,7 @@ class ReplicaClient:
             identity: the identity of the turn's program.
             continuation: the token ids from which the turn continues. None: its prompt is rendered.
             headers: headers that vLLM may see, with a request id. None: only a new request id.
-            answers: places of the messages that may be shortened if the prompt does not fit.
+            answers: places of the messages that may be shortened if the prompt does not fit. None: no turn of a run.
         """
         tokens = prompt_tokens(body)
         turn = self._turn(TURN, identity, body, tokens)
@@ -209,7 +209,7 @@ class ReplicaClient:
             sent,
             key=key,
             continuation=continuation,
-            answers=tuple(answers),
+            answers=None if answers is None else tuple(answers),
             record=recordings is not None,
         )
         call = self._caller(made, turn)

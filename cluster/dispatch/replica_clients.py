@@ -156,7 +156,7 @@ class ReplicaClients:
         identity: ProgramIdentity,
         continuation: Continuation | None,
         headers: Mapping[str, str] | None = None,
-        answers: Sequence[int] = (),
+        answers: Sequence[int] | None = None,
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """Return the pieces of a turn, not the bytes of an answer; see `ReplicaClient.turn`."""
         own = kept_apart(body, identity.tenant)

@@ -262,6 +262,8 @@ def _checked(body: dict[str, Any], translate: Translation | None) -> dict[str, A
         turn = with_checked_tools(with_file_texts(turn))
         if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
             turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
+        if turn.get("tool_choice") is None:
+            turn.pop("tool_choice", None)  # vLLM does not take null for `auto`
     check_structured_output(turn)
     return turn
 

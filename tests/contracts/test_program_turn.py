@@ -40,6 +40,7 @@ from tests.waiting import WITHIN_S
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 32
+WINDOW = 4096
 NAMED = {"type": "function", "function": {"name": "weather"}}
 STRICT_TOOLS = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 """vLLM 0.32 applies the schema of arguments only to tools that ask for it."""
@@ -75,7 +76,7 @@ class Replica:
         body: dict[str, Any],
         continuation: Continuation | None = None,
         name: str | None = None,
-        answers: tuple[int, ...] = (),
+        answers: tuple[int, ...] | None = (),
     ) -> list[TurnPiece | HttpError]:
         identity = ProgramIdentity(program_id=name).encode() if name else None
         headers = {"x-request-id": f"{name}-{len(self.prompts)}"}
@@ -418,6 +419,18 @@ async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left
     assert done.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("bound", [WINDOW - 1, WINDOW // 2 + 1, 1800])
+async def test_a_runs_bound_is_lowered_also_where_vllm_renders_its_prompt(replica: Replica, bound: int) -> None:
+    """The bound is what the run may still write. A client's own bound of a single turn is not changed."""
+    long = [{"role": "user", "content": "rain " * 1200}, *ROUND[1:]]
+    wanted = {"ignore_eos": True, "max_completion_tokens": bound, "add_special_tokens": True}
+    for messages, known in ((long, replica.after_question(5, 6, 7)), (long[:1], None)):
+        *_, done = parsed(await replica.turn(body_of(messages, **wanted), known))
+        assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", WINDOW)
+    [refusal] = await replica.turn(body_of(long[:1], **wanted), None, answers=None)
+    assert isinstance(refusal, HttpError) and refusal.code == "context_length_exceeded"
+
+
 async def told(replica: Replica, key: str) -> dict[str, Any]:
     """A program's state, when its first turn has ended."""
     for _ in range(200):
@@ -447,7 +460,6 @@ async def test_a_turn_that_a_stop_string_ends_pauses_its_program(replica: Replic
         await replica.channel.call("end", key=f"default/{name}")
 
 
-WINDOW = 4096
 LONG = "".join(f"line {number} of the report\n" for number in range(3000))
 
 

@@ -1,11 +1,15 @@
 """Tools of chat completions: names that parsers can read, and arguments that are an object."""
 
+import json
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from cluster.api.chat_tools import checked_tools, with_checked_tools
+from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest
+from cluster.http.requests import TurnReader
 
 EMPTY = {"type": "object", "properties": {}}
 
@@ -104,3 +108,16 @@ def test_other_choices_stay(choice: Any) -> None:
     body = with_checked_tools({"tools": [tool("ls")], "tool_choice": choice})
     assert (len(body["tools"]), body["tool_choice"]) == (1, choice)
     assert with_checked_tools({"tool_choice": choice}) == {"tool_choice": choice}
+
+
+@pytest.mark.parametrize("tools", [[tool("ls")], None])
+async def test_a_choice_of_null_is_no_choice(tools: Any) -> None:
+    """vLLM does not take null for `auto`, which is the default of OpenAI."""
+    raw = json.dumps({"messages": [{"role": "user", "content": "Go."}], "tools": tools, "tool_choice": None}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-type", b"application/json")]}
+    body, _ = await TurnReader(CaesuraConfig()).identified(Request(scope, receive))
+    assert "tool_choice" not in body
