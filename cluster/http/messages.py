@@ -25,10 +25,10 @@ from cluster.api.anthropic.request import (
     Prompt,
     chat_body,
     check_headers,
-    prompt_fields,
     read_messages,
     read_prompt,
     retention_s,
+    tokenize_fields,
 )
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, ErrorMap
 from cluster.api.sse import ClientGone, EventStream, unless_gone
@@ -232,7 +232,7 @@ class MessageRoutes:
 
         def translate(body: Mapping[str, Any]) -> dict[str, Any]:
             read.append(read_prompt(body))
-            return prompt_fields(read[0])
+            return tokenize_fields(read[0])
 
         body = await self._reader.body(http, translate)
         if read[0].runs_here:

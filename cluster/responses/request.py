@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
+from cluster.api.reasoning import Effort
 from cluster.api.validation import validated
 from cluster.core.errors import BadRequest
 from cluster.responses.input_items import AnyItem, Name, OtherItem
@@ -35,7 +36,6 @@ MAX_FORCED_CHOICES = 64
 MAX_IGNORED, MAX_IGNORED_LENGTH = 64, 64
 """Largest number of ignored names that a response lists, and the length at which a name is cut."""
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
@@ -197,6 +197,7 @@ class CreateResponse(OpenPart):
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
+    cache_salt: str | None = Field(None, min_length=1)
 
     context_management: list[CompactionRule] | None = Field(None, max_length=1)
 
@@ -282,6 +283,7 @@ SAMPLING = (
     "ignore_eos",
     "chat_template_kwargs",
     "vllm_xargs",
+    "cache_salt",
 )
 """Fields that chat completions have too."""
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cluster.api.reasoning import template_settings
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome
 from cluster.core.turn import Continuation
@@ -63,8 +64,9 @@ def prompt_fields(spec: RunSpec) -> dict[str, Any]:
     fields: dict[str, Any] = {"model": spec.model, "messages": body_messages(spec, spec.messages)}
     if spec.offers:
         fields["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
-    if "chat_template_kwargs" in spec.sampling:
-        fields["chat_template_kwargs"] = spec.sampling["chat_template_kwargs"]
+    effort, given = spec.sampling.get("reasoning_effort"), spec.sampling.get("chat_template_kwargs")
+    if settings := template_settings(effort, given):
+        fields["chat_template_kwargs"] = settings
     return fields
 
 

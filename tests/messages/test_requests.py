@@ -6,7 +6,14 @@ import pytest
 
 from cluster.api.anthropic.blocks import ServerToolUseBlock
 from cluster.api.anthropic.conversation import called_as
-from cluster.api.anthropic.request import chat_body, check_headers, read_messages, retention_s
+from cluster.api.anthropic.request import (
+    chat_body,
+    check_headers,
+    read_messages,
+    read_prompt,
+    retention_s,
+    tokenize_fields,
+)
 from cluster.api.anthropic.tools import shown_as
 from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolId, ToolOffer, server_tool_name
@@ -142,6 +149,17 @@ def test_messages_of_the_system_at_the_beginning_are_one() -> None:
             {"tool_choice": {"type": "function", "function": {"name": "ls"}}, "parallel_tool_calls": False},
         ),
         ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high", "chat_template_kwargs": None}),
+        (
+            {"output_config": {"effort": "max"}, "thinking": {"type": "disabled"}},
+            {"reasoning_effort": None, "chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        ({"cache_salt": "s", "vllm_xargs": {"a": 1}}, {"cache_salt": "s", "vllm_xargs": {"a": 1}}),
+        (
+            {"chat_template_kwargs": {"style": "dry"}, "thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"chat_template_kwargs": {"style": "dry", "enable_thinking": True}},
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
             {
@@ -158,6 +176,21 @@ def test_fields(fields: Any, made: dict[str, Any]) -> None:
     body = body_of(**fields)
     assert {name: body.get(name) for name in made} == made
     assert not {"service_tier", "metadata", "system", "max_tokens"} & body.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, None),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"style": "dry"}}, {"style": "dry"}),
+    ],
+)
+def test_a_prompt_is_counted_with_the_settings_with_which_it_is_rendered(fields: Any, settings: Any) -> None:
+    counted = tokenize_fields(read_prompt({"messages": [user("Go.")], **fields}))
+    assert counted.get("chat_template_kwargs") == settings
+    assert counted.keys() <= {"messages", "chat_template_kwargs"}
 
 
 def test_client_tools_of_anthropic_get_a_schema_and_hosted_ones_are_left_out() -> None:
@@ -223,6 +256,8 @@ def test_an_explicit_ttl_is_a_retention_hint(message: Any, seconds: float | None
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
+        ({"output_config": {"effort": "loud"}}, "output_config.effort"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"mcp_servers": [{"type": "url", "name": "a"}]}, "mcp_servers.0.url"),
     ],
 )

@@ -260,6 +260,15 @@ async def test_forced_choices_apply_to_the_first_turns(served: Any) -> None:
     assert first["parallel_tool_calls"] is False
 
 
+async def test_a_run_has_the_settings_of_its_request(served: Any) -> None:
+    there = served(says("Hi."))
+    own = {"cache_salt": "s", "vllm_xargs": {"a": 1}, "chat_template_kwargs": {"style": "dry"}}
+    await there.ask(tools=[ADD], output_config={"effort": "low"}, extra_body=own)
+    [asked] = there.replicas.asked
+    assert {name: asked[name] for name in own} == own
+    assert asked["reasoning_effort"] == "low"
+
+
 async def test_the_token_reaches_the_servers_definition_and_no_log(served: Any) -> None:
     there = served(says("Hi."))
     toolset = {"type": "mcp_toolset", "mcp_server_name": "docs", "configs": {"write": {"enabled": False}}}

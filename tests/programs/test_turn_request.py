@@ -69,3 +69,21 @@ def test_what_is_known_of_the_next_turn_ends_with_the_output_so_far() -> None:
     assert known is not None
     assert known["messages"][0] == BOTH
     assert known["messages"][-1] == {"role": "tool", "tool_call_id": one.id, "content": "so far"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "settings"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)
+def test_a_prompt_is_counted_with_the_settings_with_which_it_is_rendered(sampling: Any, settings: Any) -> None:
+    fields = prompt_fields(spec(sampling=sampling))
+    assert fields.get("chat_template_kwargs") == settings
+    assert "reasoning_effort" not in fields, "the requests of `/tokenize` have no such field"

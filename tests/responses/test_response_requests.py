@@ -77,6 +77,10 @@ def test_only_a_request_without_a_turn_may_be_empty() -> None:
             spec(input=[], **body)
 
 
+def test_a_response_may_have_a_cache_salt() -> None:
+    assert spec(cache_salt="s").sampling == {"cache_salt": "s"}
+
+
 def test_instructions_are_a_system_message_at_the_front() -> None:
     made = spec(instructions="be brief")
     assert made.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})

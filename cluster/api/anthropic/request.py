@@ -15,6 +15,7 @@ from cluster.api.anthropic.conversation import chat_messages
 from cluster.api.anthropic.errors import BETA_HEADER, VERSION_HEADER
 from cluster.api.anthropic.servers import MAX_SERVERS, McpServer, Server, servers
 from cluster.api.anthropic.tools import Offered, Tool, ToolChoice, chat_choice, offered
+from cluster.api.reasoning import Effort, template_settings
 from cluster.api.validation import validated
 from cluster.core.errors import BadRequest
 
@@ -24,6 +25,10 @@ SCHEMA_NAME = "output"
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
 _BETA = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_BETAS = 64
+
+
+DISABLED = "disabled"
+"""The type of thinking with which the model does not reason."""
 
 
 class Thinking(Part):
@@ -44,6 +49,7 @@ class OutputConfig(Part):
     """How the answer is made."""
 
     format: OutputFormat | None = None
+    effort: Effort | None = None
 
 
 class CountRequest(Cacheable):
@@ -55,6 +61,9 @@ class CountRequest(Cacheable):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: settings of the chat template."""
     mcp_servers: list[McpServer] | None = Field(None, max_length=MAX_SERVERS)
 
 
@@ -67,8 +76,11 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     stop_sequences: list[str] | None = None
-    output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    cache_salt: str | None = Field(None, min_length=1)
+    """vLLM's: requests share cached prefixes only with those that have the same salt."""
+    vllm_xargs: dict[str, Any] | None = None
+    """vLLM's: arguments of its extensions."""
     max_turns: int | None = Field(None, ge=1)
     """Caesura's: the number of turns of a program that the cluster runs."""
     tool_choices: list[ToolChoice] | None = Field(None, max_length=256)
@@ -137,24 +149,42 @@ def _prompt(request: CountRequest) -> Prompt:
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of a chat completion that make its prompt. `/tokenize` takes them too."""
+    """Return the fields of a chat completion that make its prompt, except for the effort of reasoning."""
     request = prompt.request
     fields: dict[str, Any] = {"messages": prompt.messages}
     if prompt.tools.functions:
         fields["tools"] = [{"type": "function", "function": function} for function in prompt.tools.functions]
-    if request.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": request.thinking.type != "disabled"}
+    thinking = {} if request.thinking is None else {"enable_thinking": request.thinking.type != DISABLED}
+    if settings := {**thinking, **(request.chat_template_kwargs or {})}:
+        fields["chat_template_kwargs"] = settings
     if request.model is not None:
         fields["model"] = request.model
     return fields
 
 
+def tokenize_fields(prompt: Prompt) -> dict[str, Any]:
+    """Return the fields of the request to `/tokenize` that counts a prompt."""
+    fields = prompt_fields(prompt)
+    if settings := template_settings(_effort(prompt.request), fields.get("chat_template_kwargs")):
+        fields["chat_template_kwargs"] = settings
+    return fields
+
+
+def _effort(request: CountRequest) -> str | None:
+    """Return the effort of reasoning. None: the request names none, or the model shall not reason."""
+    if request.output_config is None or (request.thinking is not None and request.thinking.type == DISABLED):
+        return None
+    return request.output_config.effort
+
+
 def sampling_fields(request: MessagesRequest) -> dict[str, Any]:
-    """Return the fields of a chat completion that choose its tokens, without its bound."""
+    """Return the fields of a chat completion that choose its tokens and its cache, without its bound."""
     fields: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature", "top_p", "top_k", "cache_salt", "vllm_xargs"):
         if (value := getattr(request, name)) is not None:
             fields[name] = value
+    if (effort := _effort(request)) is not None:
+        fields["reasoning_effort"] = effort
     if request.stop_sequences:
         fields["stop"] = request.stop_sequences
     wanted = request.output_format or (request.output_config.format if request.output_config is not None else None)
