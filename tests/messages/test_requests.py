@@ -100,6 +100,21 @@ LS_CALL = called("t1", "ls")
             ],
         ),
         (
+            [
+                user("Go."),
+                assistant({"type": "thinking", "thinking": "hm", "signature": "x"}),
+                {"role": "assistant", "content": "I "},
+                assistant(CALL),
+                assistant(text("see.")),
+                user(RESULT),
+            ],
+            [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "I see.", "reasoning": "hm", "tool_calls": [LS_CALL]},
+                {"role": "tool", "tool_call_id": "t1", "content": "a.txt"},
+            ],
+        ),
+        (
             [user("Go."), assistant({**CALL, "name": "repo.search" * 99}), user(RESULT)],
             [
                 {"role": "user", "content": "Go."},
@@ -242,6 +257,8 @@ def test_an_explicit_ttl_is_a_retention_hint(message: Any, seconds: float | None
         ({"messages": [user("a"), assistant(CALL), user(RESULT, RESULT)]}, "messages.2.content.1.tool_use_id"),
         ({"messages": [user("a"), assistant({**CALL, "input": "x"}), user(RESULT)]}, "messages.1.content.0.input"),
         ({"messages": [user("a"), assistant(text("b"))]}, "messages.1"),
+        ({"messages": [user("a"), assistant(text("b")), assistant(CALL), user("c")]}, "messages.2.content.0"),
+        ({"messages": [user("a"), assistant(CALL), assistant(CALL), user(RESULT)]}, "messages.2.content.0.id"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"temperature": 3}, "temperature"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.api.anthropic.blocks import (
     AnyMessage,
+    AssistantBlock,
     AssistantMessage,
     BlocksOfDocument,
     CompactionBlock,
@@ -50,21 +51,34 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[A
     made = _Conversation()
     if text := system_text(system):
         made.system(text)
+    answer: list[tuple[str, AssistantBlock]] = []
     for place, message in enumerate(messages):
         path = f"messages.{place}"
+        if isinstance(message, AssistantMessage):
+            answer += _blocks(message, path)
+            # Messages of the model that follow each other are one: clients send the blocks of an answer one by one.
+            if place + 1 == len(messages) or not isinstance(messages[place + 1], AssistantMessage):
+                made.assistant(answer)
+                answer = []
+            continue
         match message:
             case SystemMessage():
                 made.system(_joined(message.content))
             case UserMessage():
                 made.user(message, path)
-            case AssistantMessage():
-                made.assistant(message, path)
     made.check_answered()
     last = len(messages) - 1
     # A program that has paused ends with the answers of its tools, and goes on from there.
     if isinstance(messages[last], AssistantMessage) and made.messages[-1]["role"] == "assistant":
         raise _bad(f"messages.{last}", "the last message must be the user's; an answer cannot be continued")
     return made.messages
+
+
+def _blocks(message: AssistantMessage, path: str) -> list[tuple[str, AssistantBlock]]:
+    """Return the blocks of a message of the model, each with its path."""
+    if isinstance(message.content, str):
+        return [(f"{path}.content", TextBlock(type="text", text=message.content))]
+    return [(f"{path}.content.{place}", block) for place, block in enumerate(message.content)]
 
 
 def system_text(system: str | Sequence[TextBlock] | None) -> str:
@@ -128,15 +142,11 @@ class _Conversation:
         for call_id, path in self._open.items():
             raise _bad(path, f"the tool_use {call_id!r} has no tool_result in the next message")
 
-    def assistant(self, message: AssistantMessage, path: str) -> None:
-        """Add a message of the model."""
+    def assistant(self, blocks: Sequence[tuple[str, AssistantBlock]]) -> None:
+        """Add a message of the model, from its blocks and their paths."""
         self.check_answered()
-        if isinstance(message.content, str):
-            self.messages.append({"role": "assistant", "content": message.content})
-            return
         answer = _Answer()
-        for place, block in enumerate(message.content):
-            here = f"{path}.content.{place}"
+        for here, block in blocks:
             if (answer.results or answer.late) and not isinstance(block, ServerToolResultBlock):
                 self.messages += answer.messages()
                 answer = _Answer()
