@@ -8,7 +8,7 @@ is a run (`cluster.http.message_programs`), whose events are folded into the sam
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -157,14 +157,15 @@ class MessageRoutes:
         try:
             body, identity = await self._reader.identified(http, translate)
         except BadRequest as error:
-            raise in_anthropics_words(error) from None
+            places = read[0][1].tools.places if read else ()
+            raise in_anthropics_words(error, places) from None
         [(request, prompt)] = read
         attributed = self._lineage.attribute(_with_retention(identity, request), body)
         headers = passed_headers(http.headers)
         if prompt.runs_here:
             answer = await self._run(http, request, prompt, body, attributed, arrived_s)
         else:
-            answer = self._turn(body, attributed, headers, arrived_s)
+            answer = self._turn(body, attributed, headers, arrived_s, prompt.tools.places)
         shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
         if (program := reported_program(attributed)) is not None:
             shown[PROGRAM_HEADER] = program
@@ -180,9 +181,14 @@ class MessageRoutes:
             return Response(status_code=NO_BODY_STATUS)
 
     def _turn(
-        self, body: Mapping[str, Any], attributed: Attributed, headers: Mapping[str, str], arrived_s: float
+        self,
+        body: Mapping[str, Any],
+        attributed: Attributed,
+        headers: Mapping[str, str],
+        arrived_s: float,
+        places: Sequence[int],
     ) -> "_Answer":
-        """Return the answer of a request that is one turn."""
+        """Return the answer of a request that is one turn. ``places`` are those of its tools."""
         identity = attributed.identity
         pieces = self._turns.turn(identity.key, body, identity, None, headers)
         return _Answer(
@@ -191,6 +197,7 @@ class MessageRoutes:
             self._tracker.begin(body["model"], identity, arrived_s),
             self._error_map,
             asyncio.get_running_loop().time() + self._timeout_s,
+            places,
         )
 
     async def _run(
@@ -214,7 +221,7 @@ class MessageRoutes:
             raise
         return _Answer(
             attributed_pieces(begun.events, self._lineage, attributed),
-            MessagesFold(),
+            MessagesFold(prompt.tools.places),
             begun.client,
             self._error_map,
             asyncio.get_running_loop().time() + begun.wall_s + self._timeout_s,
@@ -280,6 +287,7 @@ class _Answer:
         measured: records the end.
         error_map: maps every exception to an HTTP error.
         deadline_s: the deadline, as a time of the running event loop's clock.
+        places: the place of each tool of the turn in the request, for errors.
     """
 
     def __init__(
@@ -289,12 +297,14 @@ class _Answer:
         measured: Measured,
         error_map: ErrorMap,
         deadline_s: float,
+        places: Sequence[int] = (),
     ) -> None:
         self._pieces = pieces
         self._fold = fold
         self._measured = measured
         self._error_map = error_map
         self._deadline_s = deadline_s
+        self._places = places
         self.gone: Callable[[], None] = measured.gone
         """Record that the client has disconnected."""
 
@@ -355,7 +365,7 @@ class _Answer:
     def _take(self, piece: Any) -> list[dict[str, Any]]:
         if isinstance(piece, HttpError):
             self._measured.over(outcome_of(piece))
-            raise in_anthropics_words(piece)
+            raise in_anthropics_words(piece, self._places)
         events = self._fold.take(piece)
         self._measured.received(self._fold.output_tokens)
         if isinstance(piece, TurnDone):

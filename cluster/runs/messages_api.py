@@ -160,9 +160,13 @@ class MessagesFold:
 
     If an attempt at a turn is lost after a part of it was generated, the blocks of that part stay, and the next attempt
     begins new ones. Without the `Generated` events, the message has only what the completed turns have said.
+
+    Args:
+        places: the places of the client's own tools in the request, for errors. These tools are the run's first ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Sequence[int] = ()) -> None:
+        self._places = places
         self._state: RunState | None = None
         self._content = Content()
         self._ids: dict[tuple[int, int], str] = {}
@@ -265,7 +269,7 @@ class MessagesFold:
         if ended.status == "cancelled":
             raise HttpError("the program was cancelled", code="cancelled")
         if ended.status == "failed":
-            raise in_anthropics_words(as_error(ended.fault))
+            raise in_anthropics_words(as_error(ended.fault), self._places)
         self.done = True
         yield from self._content.close()
         for call in self.state.waiting:

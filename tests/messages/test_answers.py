@@ -152,3 +152,22 @@ def test_other_errors_stay() -> None:
 def test_an_error_names_the_requests_own_field() -> None:
     error = in_anthropics_words(BadRequest("response_format: too large", param="response_format"))
     assert (error.message, error.param) == ("output_config.format: too large", "output_config.format")
+
+
+@pytest.mark.parametrize(
+    ("param", "own"),
+    [
+        ("tools.1.function.parameters.properties.a", "tools.4.input_schema.properties.a"),
+        ("tools.0.function.parameters", "tools.2.input_schema"),
+        ("tools.1.function.name", "tools.4.name"),
+        ("tools.1", "tools.4"),
+        ("tools.2.function.parameters", "tools.2.function.parameters"),
+        ("tools", "tools"),
+        ("response_format.json_schema.schema.properties.a", "output_config.format.schema.properties.a"),
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+    ],
+)
+def test_an_error_names_the_requests_own_tool_and_schema(param: str, own: str) -> None:
+    """The first two tools of the chat completion are the third and the fifth of the request."""
+    error = in_anthropics_words(BadRequest(f"{param}: no", param=param), places=(2, 4))
+    assert (error.message, error.param) == (f"{own}: no", own)

@@ -20,6 +20,9 @@ from tests.waiting import WITHIN_S, until
 
 ADD: Any = {"name": "add", "server_side": True}
 LOOK: Any = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
+UNIQUE: Any = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+UNENFORCED: Any = {"name": "look", "input_schema": UNIQUE, "strict": True}
 DOCS: Any = {"type": "url", "name": "docs", "url": "https://docs.example/mcp", "authorization_token": "token-1"}
 OFFERED = (registered("add"), served_by("docs", "read"), served_by("docs", "write"))
 GO: Any = {"role": "user", "content": "Go."}
@@ -319,6 +322,11 @@ async def test_which_tools_of_a_server_are_offered(served: Any, toolset: Any, co
         ({"mcp_servers": [{**DOCS, "name": "down"}]}, "mcp_servers"),
         ({"mcp_servers": [{**DOCS, "name": str(n)} for n in range(21)]}, "mcp_servers"),
         ({"tools": [{**LOOK, "name": "docs__read"}], "mcp_servers": [DOCS]}, "mcp_servers.0.name"),
+        ({"tools": [ADD, SEARCH, UNENFORCED]}, "tools.2.input_schema.properties.a.uniqueItems"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": UNIQUE}}},
+            "output_config.format.schema.properties.a.uniqueItems",
+        ),
         ({"tools": [{"type": "mcp_toolset"}]}, "tools.0.mcp_server_name"),
         ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "docs"}]}, "tools.0.mcp_server_name"),
         (

@@ -5,7 +5,7 @@ The error object also has `param` and `code` where they are known, as OpenAI's f
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -37,6 +37,9 @@ FIELDS = {
 }
 """Fields of a Messages request by the field of the chat completion that is made of it."""
 
+_SCHEMA = re.compile(r"response_format\.json_schema\.schema(?=\.|$)")
+_TOOL = re.compile(r"tools\.(\d+)(?=\.|$)(\.function(?:\.parameters)?(?=\.|$))?")
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,16 +58,38 @@ _TOO_LONG = re.compile(
 """vLLM's message about a prompt that does not fit the context."""
 
 
-def in_anthropics_words(error: HttpError) -> HttpError:
+def _own_path(param: str, places: Sequence[int]) -> str:
+    """Return the path of a field of the request, by the path of the chat completion's field that is made of it.
+
+    Args:
+        param: the path in the chat completion.
+        places: the place of each of its tools in the request.
+    """
+    if param in FIELDS:
+        return FIELDS[param]
+    if _SCHEMA.match(param):
+        return _SCHEMA.sub("output_config.format.schema", param, count=1)
+    if (found := _TOOL.match(param)) is None or int(found[1]) >= len(places):
+        return param
+    schema = ".input_schema" if (found[2] or "").endswith(".parameters") else ""
+    return f"tools.{places[int(found[1])]}{schema}{param[found.end() :]}"
+
+
+def in_anthropics_words(error: HttpError, places: Sequence[int] = ()) -> HttpError:
     """Return an error with the names of the request's own fields.
+
+    Args:
+        error: the error of the chat completion that is made of a Messages request.
+        places: the place of each of its tools in the request.
 
     The error of a prompt that does not fit is worded as Anthropic does, since Claude Code reads the numbers in it. It
     then compacts the conversation, or repeats the request with fewer output tokens.
     """
     found = _TOO_LONG.search(error.message) if error.status == 400 else None
     if found is None:
-        if (own := FIELDS.get(error.param or "")) is not None:
-            error.message, error.param = error.message.replace(str(error.param), own, 1), own
+        param = error.param or ""
+        if (own := _own_path(param, places)) != param:
+            error.message, error.param = error.message.replace(param, own, 1), own
         return error
     window, output, prompt = int(found[1]), int(found[2]), int(found[4])
     if found[3] and 2 * output <= window:

@@ -121,6 +121,8 @@ class Offered:
     """OpenAI's function objects of the tools that the client runs."""
     here: tuple[tuple[int, str], ...]
     """Places and names of the registered tools that the cluster runs."""
+    places: tuple[int, ...]
+    """The place of each function in the request's tools."""
     left_out: tuple[str, ...]
     """Types of the tools that nobody here can run."""
 
@@ -133,6 +135,7 @@ def offered(tools: Sequence[Tool]) -> Offered:
     """
     functions: list[dict[str, Any]] = []
     here: list[tuple[int, str]] = []
+    places: list[int] = []
     left_out: list[str] = []
     seen: set[str] = set()
     for place, tool in enumerate(tools):
@@ -152,7 +155,8 @@ def offered(tools: Sequence[Tool]) -> Offered:
             here.append((place, name))
         else:
             functions.append(_function(tool, name, path))
-    return Offered(tuple(functions), tuple(here), tuple(left_out))
+            places.append(place)
+    return Offered(tuple(functions), tuple(here), tuple(places), tuple(left_out))
 
 
 def shown_as(name: str, offer: ToolOffer | None) -> tuple[str, str]:
