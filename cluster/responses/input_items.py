@@ -324,6 +324,8 @@ HOSTED_ITEMS = frozenset(
         "image_generation_call",
         "local_shell_call",
         "local_shell_call_output",
+        "program",
+        "program_output",
         "shell_call",
         "shell_call_output",
         "tool_search_call",

@@ -84,14 +84,26 @@ class Text(OpenPart):
     """Ignored, because these models have no such setting."""
 
 
+AnyValue = Annotated[str, StringConstraints(max_length=64)]
+
+
 class Reasoning(OpenPart):
-    """The effort of reasoning. Summaries are not made, because the answer has the reasoning itself."""
+    """The effort of reasoning. Summaries are not made, because the answer has the reasoning itself.
+
+    `context` and `mode` have no effect, because these models have no such settings.
+    """
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
+    context: AnyValue | None = None
+    mode: AnyValue | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the fields whose values have no effect here."""
+        usual = {"context": "auto", "mode": "standard"}
+        return [name for name, value in usual.items() if getattr(self, name) not in (None, value)]
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -246,6 +258,8 @@ class CreateResponse(OpenPart):
             found |= {f"tool_choice.{tool.type}" for tool in self.tool_choice.tools if isinstance(tool, ChosenOther)}
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found.add("text.verbosity")
+        if self.reasoning is not None:
+            found |= {f"reasoning.{name}" for name in self.reasoning.ignored}
         return sorted(found)[:MAX_IGNORED]
 
 

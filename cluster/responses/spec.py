@@ -217,7 +217,7 @@ def _echo(
         "tools": shown_tools(request),
         "tool_choice": _dumped(request.tool_choice) or "auto",
         "text": _dumped(request.text) or {"format": {"type": "text"}},
-        "reasoning": _dumped(request.reasoning),
+        "reasoning": _reasoning(request),
         "metadata": request.metadata or {},
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
@@ -235,6 +235,14 @@ def _echo(
         "unusable_tools": unusable(around.listings) or None,
     }
     return {key: value for key, value in echo.items() if value is not None}
+
+
+def _reasoning(request: CreateResponse) -> Any:
+    """Return the settings of reasoning that hold. OpenAI's models of a response reject unknown values."""
+    if request.reasoning is None:
+        return None
+    ignored = request.reasoning.ignored
+    return {name: value for name, value in _dumped(request.reasoning).items() if name not in ignored}
 
 
 def _dumped(value: Any) -> Any:

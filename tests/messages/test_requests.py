@@ -165,6 +165,7 @@ def test_messages_of_the_system_at_the_beginning_are_one() -> None:
         ),
         ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
         ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"thinking": {"type": "between_tools"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high", "chat_template_kwargs": None}),
         (
             {"output_config": {"effort": "max"}, "thinking": {"type": "disabled"}},

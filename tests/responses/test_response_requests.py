@@ -368,12 +368,22 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
         include=["message.output_text.sources", "reasoning.encrypted_content"],
         text={"verbosity": "low", "tone": "kind", "format": {"type": "text", "colour": "red"}},
         tools=[SEARCH | {"cached": True}, {"type": "web_search", "context": "low"}, {"type": "image_generation"}],
-        input=[{"role": "user", "content": "hi", "mood": "good"}, {"type": "web_search_call", "id": "ws_1"}],
+        reasoning={"effort": "low", "context": "some_turns", "mode": "pro"},
+        input=[
+            {"role": "user", "content": "hi", "mood": "good"},
+            {"type": "web_search_call", "id": "ws_1"},
+            {"type": "program", "id": "pg_1", "code": "1"},
+            {"type": "program_output", "id": "po_1", "output": "1"},
+        ],
         tool_choice=allowed("auto", SEARCHING, {"type": "web_search"})["tool_choice"],
     )
     assert made.echo["ignored"] == [
         "include.message.output_text.sources",
+        "input.program",
+        "input.program_output",
         "input.web_search_call",
+        "reasoning.context",
+        "reasoning.mode",
         "temprature",
         "text.format.colour",
         "text.tone",
@@ -385,11 +395,16 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
     ]
     assert [offer.name for offer in made.offers] == ["search"]
     assert [tool["name"] for tool in made.echo["tools"]] == ["search"]
-    assert unchanging(made).to_dict()["caesura"] == {"ignored": made.echo["ignored"]}
+    shown = unchanging(made).to_dict()
+    assert shown["caesura"] == {"ignored": made.echo["ignored"]}
+    assert shown["reasoning"] == {"effort": "low"}
 
 
 def test_a_request_without_such_fields_names_none() -> None:
-    assert "ignored" not in spec(tools=[SEARCH]).echo
+    usual = {"context": "auto", "mode": "standard"}
+    made = spec(tools=[SEARCH], reasoning=usual)
+    assert "ignored" not in made.echo
+    assert made.echo["reasoning"] == usual
 
 
 def test_the_functions_of_a_namespace_are_offered_by_their_names() -> None:

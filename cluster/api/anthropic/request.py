@@ -34,7 +34,8 @@ DISABLED = "disabled"
 class Thinking(Part):
     """Whether the model reasons before it answers."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    """All but `disabled` are the same here: chat templates cannot choose where the model reasons."""
     budget_tokens: int | None = Field(None, ge=0)
 
 
