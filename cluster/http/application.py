@@ -44,13 +44,14 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
     Args:
         config: the configuration.
         handler: returns the handler of a route by its name.
-        host: the address that its server listens on; None: a proxy listens.
+        host: the address that its server listens on; None: a proxy listens. The server itself answers to web pages of
+            other origins (`cluster.proxy.middleware.guarded`), so that they can read its rejections too.
     """
     app = FastAPI(
         title="Caesura",
         version=version_of("caesura"),
         middleware=[
-            *cors(config.http.cors_origins),
+            *(cors(config.http.cors_origins) if host is None else []),
             Middleware(
                 HttpMetrics,
                 meter=Meter(enabled=config.metrics.enabled),

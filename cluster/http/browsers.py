@@ -12,10 +12,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.api.anthropic.errors import ANTHROPIC_REQUEST_ID
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_MS
+from cluster.auth.tenants import Allowance
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import Forbidden
 from cluster.http.attributed_answers import PROGRAM_HEADER
+from cluster.http.messages import LEFT_OUT
 
 LOCALHOST = "localhost"
 
@@ -24,7 +27,8 @@ def cors(origins: Sequence[str]) -> list[Middleware]:
     """Return the middleware that allows browsers to call this server from pages of these origins."""
     if not origins:
         return []
-    exposed = [REQUEST_ID, PROGRAM_HEADER, "retry-after", RETRY_AFTER_MS]
+    limits = Allowance(limit=0, remaining=0, reset_s=0.0).headers()
+    exposed = [REQUEST_ID, ANTHROPIC_REQUEST_ID, PROGRAM_HEADER, LEFT_OUT, "retry-after", RETRY_AFTER_MS, *limits]
     everything = ["*"]
     return [
         Middleware(

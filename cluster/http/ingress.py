@@ -46,6 +46,7 @@ from cluster.http.application import application
 from cluster.http.attributed_answers import AttributedAnswers
 from cluster.http.batch_lines import Handler
 from cluster.http.batch_service import BatchService
+from cluster.http.browsers import cors
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.early_prefill import prefill
@@ -198,7 +199,8 @@ class ProgramIngress(Administration):
             routes = application(config, lambda name: getattr(self, name), http.host)
             self._requests = GracefulShutdown(routes, runner.leave_abandoned)
             most, max_bytes = http.max_concurrent_requests, http.max_body_bytes
-            app = ResponseSockets(guarded(self._requests, most), http.cors_origins, most, max_bytes)
+            server = guarded(self._requests, most, cors(http.cors_origins))
+            app = ResponseSockets(server, http.cors_origins, most, max_bytes)
             self._server = HttpServer(app, http.host, http.port, max_bytes)
             self._adopt(self._server)
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any
@@ -62,16 +63,20 @@ def middlewares() -> list[Middleware]:
     ]
 
 
-def guarded(app: ASGIApp, max_in_flight: int) -> ASGIApp:
+def guarded(app: ASGIApp, max_in_flight: int, outside: Sequence[Middleware] = ()) -> ASGIApp:
     """Return the application of an ingress with the middleware around it. The ingress has its own server.
 
     Args:
         app: the application.
         max_in_flight: maximum number of requests in flight.
+        outside: middleware around it, the outermost first. It sees rejections too.
     """
     rejections = Rejections(Meter())
     app = LoadShedder(HeaderGuard(CancelOnDisconnect(app)), max_in_flight, partial(rejections.count, OVERLOAD))
-    return RequestId(RateLimitCache(app, MonotonicClock(), rejections.count))
+    app = RequestId(RateLimitCache(app, MonotonicClock(), rejections.count))
+    for one in reversed(outside):
+        app = one.cls(app, *one.args, **one.kwargs)
+    return app
 
 
 def free_ended_answers() -> None:

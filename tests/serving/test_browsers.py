@@ -1,12 +1,15 @@
 """Web pages of other origins: which may call the server from a browser, by the configuration."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from cluster.config.schema import CaesuraConfig
 from cluster.http.application import application
+from cluster.http.browsers import cors
+from cluster.proxy.middleware import guarded
 
 PAGE = "https://chat.example.com"
 PREFLIGHT = {
@@ -34,7 +37,29 @@ async def test_a_page_of_a_configured_origin_may_call_and_read_the_ids(origins: 
     assert asked.headers["access-control-allow-origin"] in (PAGE, "*")
     assert "x-session-id" in asked.headers["access-control-allow-headers"]
     assert answer.headers["access-control-allow-origin"] in (PAGE, "*")
-    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "request-id", "x-caesura-tools-left-out", "x-ratelimit-remaining-requests"} <= set(exposed)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 503), ({"x-broken": b"\xff"}, 400)], ids=["too many in flight", "a broken header"]
+)
+async def test_a_page_can_read_a_rejection_in_front_of_the_application(headers: Any, status: int) -> None:
+    async with own_server("127.0.0.1", PAGE, most=0 if status == 503 else 8) as client:
+        answer = await client.post("/v1/chat/completions", headers={"origin": PAGE, **headers})
+        asked = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        own = await client.post("/v1/chat/completions", headers={"origin": "https://other.example.com", **headers})
+    assert (answer.status_code, own.status_code, asked.status_code) == (status, status, 200)
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "x-request-id" in answer.headers
+    assert "access-control-allow-origin" not in own.headers
+
+
+async def test_an_answer_of_the_servers_own_has_the_headers_once() -> None:
+    async with own_server("127.0.0.1", PAGE) as client:
+        answer = await client.post("/v1/programs/p/cancel", headers={"origin": PAGE})
+    assert answer.headers.get_list("access-control-allow-origin") == [PAGE]
+    assert answer.headers.get_list("vary") == ["Origin"]
 
 
 async def test_other_pages_may_not() -> None:
@@ -53,12 +78,14 @@ async def test_without_origins_no_page_of_another_origin_may() -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def own_server(host: str | None, *origins: str, keys: str | None = None) -> httpx.AsyncClient:
+def own_server(host: str | None, *origins: str, keys: str | None = None, most: int = 8) -> httpx.AsyncClient:
+    """A client of an ingress with its own server, which has ``most`` requests in flight at most."""
+
     async def handler() -> dict[str, str]:
         return {"status": "done"}
 
     config = CaesuraConfig.model_validate({"http": {"cors_origins": origins}, "auth": {"file": keys}})
-    transport = httpx.ASGITransport(application(config, lambda name: handler, host))
+    transport = httpx.ASGITransport(guarded(application(config, lambda name: handler, host), most, cors(origins)))
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 
 
