@@ -115,7 +115,8 @@ class RunStore(RedisStore):
         to another run by now.
 
         Raises:
-            RunLeaseLost: the run exists, and has another owner, is closed, or has other items.
+            RunLeaseLost: the run exists, and has another owner, is closed, or has other items; or it was deleted or
+                renounced in the last ten minutes.
             RunStoreUnavailable: the outcome is unknown.
             ValueError: there are no items.
         """
@@ -158,7 +159,8 @@ class RunStore(RedisStore):
             retention_s: seconds for which a run that is closed is kept; None: those of the store.
 
         Raises:
-            RunLeaseLost: the run has another owner, is closed, or has other items at these numbers.
+            RunLeaseLost: the run has another owner, is closed, or has other items at these numbers; or it was deleted
+                or renounced in the last ten minutes.
             RunUnknown: Redis has lost the run. The caller has to create it again, with all items.
             RunLogGap: Redis has lost items before ``start``. The caller has to append from ``expected`` on.
             RunStoreUnavailable: the outcome is unknown.
@@ -225,7 +227,7 @@ class RunStore(RedisStore):
         """Undo a `create` that was rejected to the client, also one whose outcome is unknown. Return whether it was
         undone.
 
-        If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
+        A `create` that arrives within ten minutes after it is rejected. If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
         and any owner may claim it at once, unless ``although_repeated`` is set.
 
         Raises:
@@ -347,6 +349,7 @@ class RunStore(RedisStore):
     async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.
 
+        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again.
         Return False if the run is unknown, or is kept.
 
         Args:
