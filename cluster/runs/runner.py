@@ -58,6 +58,8 @@ STORE_FULL = "the store of programs (redis) has no memory for a new one"
 
 PAGE = 256
 """Number of entries that are read from the store at a time."""
+STOP_S = 5.0
+"""Seconds that the turns in progress have to stop when the runner is closed."""
 AT_ONCE = 200
 """Largest number of entries that are handled in one step of the event loop."""
 
@@ -156,16 +158,18 @@ class ProgramRunner:
             self._background.start("memory of the store", self.memory.watch)
 
     async def aclose(self) -> None:
-        """Give up all runs, so that other runners can continue them at once.
+        """Stop the work on all runs, and then give them up, so that other runners can continue them at once.
 
-        Tools in progress go on for the next runner.
+        Turns in progress are stopped, since the next runner asks them again. Tools in progress go on for it.
         """
         await self._background.aclose()
-        open_runs = list(self._working)
-        for run_id in open_runs:
-            self._tasks[run_id].journal.abandon()
+        working = dict(self._working)
+        for run_id in working:
+            self._tasks[run_id].abandon()
+        if working:
+            await asyncio.wait(working.values(), timeout=STOP_S)
         with contextlib.suppress(RunStoreUnavailable):
-            await self._store.release(open_runs)
+            await self._store.release(list(working))
 
     # --- called for clients -------------------------------------------------------------------------------------------
 
