@@ -207,7 +207,7 @@ class ProgramRunner:
         run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
         self._starting.append(spec.tenant)
         try:
-            created = await self._created(run, accepted, arrived_s)
+            created = await self._created(run, accepted, arrived_s, needs_admission=admit is not None)
             if isinstance(created, AlreadyThere):
                 return Started(created.of_same_request(), new=False)
             if admit is not None:
@@ -237,15 +237,21 @@ class ProgramRunner:
         if (self._starting or self.uncertain_starts) and not self._store.healthy:
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable")
 
-    async def _created(self, run: NewRun, accepted: Accepted, arrived_s: float | None) -> Created | AlreadyThere:
+    async def _created(
+        self, run: NewRun, accepted: Accepted, arrived_s: float | None, *, needs_admission: bool
+    ) -> Created | AlreadyThere:
+        """Create a run in the store.
+
+        A run that still needs admission never stays without it, although the request came again with its key.
+        """
         try:
             return await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
-            self._renounce(run.id)
+            self._renounce(run.id, although_repeated=needs_admission)
             raise self._refusal(Overloaded, STORE_GONE, accepted.spec, arrived_s, "store_unavailable") from error
         except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
-            if run.idempotency is None:
-                self._renounce(run.id)
+            if run.idempotency is None or needs_admission:
+                self._renounce(run.id, although_repeated=needs_admission)
             raise
 
     async def _admitted(self, run_id: str, admit: Callable[[], Awaitable[object]]) -> None:
