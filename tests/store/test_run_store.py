@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import redis.asyncio
 
-from cluster.core.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen, RunUnknown
+from cluster.core.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen
 from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun, Renewal
 from cluster.store.runs.store import MAX_PAGE_BYTES, MAX_PAGE_ITEMS, RunStore
 from tests.store.conftest import MakeRunStore
