@@ -381,9 +381,9 @@ class ProgramRunner:
         self.ended.discard(run_id)
         return await self._store.delete(run_id)
 
-    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> None:
-        """Keep runs that have ended. The arguments are those of `RunStore.prolong`."""
-        await self._store.prolong(tenant, run_ids, share)
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> frozenset[str]:
+        """Keep runs that have ended. Arguments and result are those of `RunStore.prolong`."""
+        return await self._store.prolong(tenant, run_ids, share)
 
     async def keyed(self, tenant: str, key: str) -> str | None:
         """Return the id of the run with this idempotency key; None: there is none."""

@@ -242,11 +242,13 @@ function operations.read()
 end
 
 -- ARGV: tenant, time in ms, ids. Keeps those of the tenant's runs that are closed for this time from now on, if that is longer.
+-- Answers: those that are open, whose time begins with their end.
 function operations.prolong()
-  local tenant, kept_ms, now = ARGV[1], tonumber(ARGV[2]), now_us()
+  local tenant, kept_ms, now, still_open = ARGV[1], tonumber(ARGV[2]), now_us(), {}
   for i = 3, #ARGV do
     local id = ARGV[i]
     local there = is_run(id) and get(id, 'closed', 'tenant', 'program', 'idempotency') or {}
+    if there[2] == tenant and not there[1] then still_open[#still_open + 1] = id end
     if there[1] and there[2] == tenant and redis.call('PTTL', space .. 'log:' .. id) < kept_ms then
       redis.call('PEXPIRE', space .. 'run:' .. id, kept_ms)
       redis.call('PEXPIRE', space .. 'log:' .. id, kept_ms)
@@ -259,7 +261,7 @@ function operations.prolong()
       end
     end
   end
-  return #ARGV - 2
+  return still_open
 end
 
 -- ARGV: owner, lease in us, ids. Answers: the lost ones, the unknown ones, those to be cancelled.

@@ -227,8 +227,9 @@ class RunStore(RedisStore):
         """Undo a `create` that was rejected to the client, also one whose outcome is unknown. Return whether it was
         undone.
 
-        A `create` that arrives within ten minutes after it is rejected. If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
-        and any owner may claim it at once, unless ``although_repeated`` is set.
+        A `create` of this run that reaches Redis in the ten minutes after this call is rejected. If the request came
+        again meanwhile with the same idempotency key, its answer was this run. Then the run stays, and any owner may
+        claim it at once, unless ``although_repeated`` is set.
 
         Raises:
             RunStoreUnavailable: the outcome is unknown.
@@ -364,17 +365,22 @@ class RunStore(RedisStore):
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
 
-    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> None:
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> frozenset[str]:
         """Keep closed runs of a tenant as long as if they had been closed now. Others are passed over.
+
+        Return those that are open. They are kept for the retention time from their end on.
 
         Args:
             tenant: the tenant.
             run_ids: the runs.
             share: the time for which they are kept, as a share of the retention time.
         """
+        still_open: set[str] = set()
         for first in range(0, len(run_ids), PROLONGED_AT_ONCE):
             names = map(quoted, run_ids[first : first + PROLONGED_AT_ONCE])
-            await self._call("prolong", [quoted(tenant), int(self._retention_ms * share), *names], int)
+            arguments = [quoted(tenant), int(self._retention_ms * share), *names]
+            still_open.update(map(_plain, await self._call("prolong", arguments, list[bytes])))
+        return frozenset(still_open)
 
     async def evict(self, limit: int) -> int:
         """Delete up to ``limit`` closed runs, those that ended first before others. Return their number.
