@@ -13,6 +13,7 @@ It uses these names of vLLM 0.29 and Ray 2.60 (tests/contracts/test_weights.py):
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,8 +128,20 @@ class ReplicaWeights:
             UpstreamFailed: the weights could not be loaded. The replica ends if it has not the weights that it should
                 have, and will not get them soon.
         """
+
+        async def told() -> WeightsTarget:
+            return target
+
+        await self._follow(told)
+
+    async def _follow(self, read: Callable[[], Awaitable[WeightsTarget]]) -> None:
+        """Do what has to be done to be as ``read`` says. The other exceptions are those of `follow`.
+
+        Raises:
+            StoreUnavailable: ``read`` has raised it. Nothing was changed.
+        """
         # A change that ends in the middle would leave KV of other weights, or a pause of which nobody knows.
-        change = asyncio.create_task(self._change(target))
+        change = asyncio.create_task(self._change(read))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
         try:
@@ -137,8 +150,9 @@ class ReplicaWeights:
             change.add_done_callback(_log_failure)
             raise
 
-    async def _change(self, target: WeightsTarget) -> None:
+    async def _change(self, read: Callable[[], Awaitable[WeightsTarget]]) -> None:
         async with self._lock:
+            target = await read()  # what was read before the change in progress may be older than that
             if self._failure is not None:
                 raise UpstreamFailed(self._failure)
             if target.paused and not self.paused:
@@ -152,11 +166,8 @@ class ReplicaWeights:
 
     async def follow_store(self, store: WeightsStore) -> None:
         """Do what the store says. If it does not answer, the replica stays as it is."""
-        try:
-            target = await store.read()
-        except StoreUnavailable:
-            return
-        await self.follow(target)
+        with suppress(StoreUnavailable):
+            await self._follow(store.read)
 
     async def catch_up(self, store: WeightsStore) -> None:
         """Do what the store says before the replica serves. If it does not answer for long, the model's own weights
@@ -167,12 +178,10 @@ class ReplicaWeights:
         """
         for _ in range(START_ATTEMPTS):
             try:
-                target = await store.read()
+                await self._follow(store.read)
+                return
             except StoreUnavailable:
                 await asyncio.sleep(START_WAIT_S)
-                continue
-            await self.follow(target)
-            return
         logger.warning("Redis does not answer: this replica starts with the weights of the configuration")
 
     async def _update(self, version: str, path: str) -> None:

@@ -385,6 +385,8 @@ class BatchRunner:
         if found is not None and name in self._claimed and name not in self._working:
             logger.warning("batch %s goes on here: its ingress is gone", name)
             self._begin(*found)
+            if (task := self._tasks[name]).progress.closing is not None:  # the earlier ingress may not have come so far
+                self._stop_lines(task.batch, task.left_by_others())
 
     async def _log(self, name: str) -> tuple[Batch, Progress, list[BatchEvent]] | None:
         """Return a batch with its log; None: it is not in the store.
@@ -428,9 +430,21 @@ class BatchRunner:
     def _close(self, task: BatchTask, status: Status) -> None:
         """End a batch before its last line, and stop what goes on for its lines."""
         numbers = list(task.in_flight)
+        left = task.left_by_others() if task.goes_on else []
         task.close(status)
         for number in numbers:
             self._background.run("stop a line", self._requests.cancelled(task.batch, number))
+        self._stop_lines(task.batch, left)
+
+    def _stop_lines(self, batch: Batch, numbers: Sequence[int]) -> None:
+        """Stop what goes on for lines that an earlier ingress has started, one after another."""
+
+        async def stop() -> None:
+            for number in numbers:
+                await self._requests.cancelled(batch, number)
+
+        if numbers:
+            self._background.run("stop lines of an earlier ingress", stop())
 
     # --- lines --------------------------------------------------------------------------------------------------------
 

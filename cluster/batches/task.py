@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from time import time
 from typing import Any, TypeVar
 
@@ -101,6 +101,8 @@ class BatchTask:
         self._files = files
         self._kept_s = kept_s
         self._on_change = on_change
+        self._most_lines = most_lines
+        self._is_taken_over = progress.attempts > 0
         self._wall = wall
         form: LogForm[BatchEvent] = LogForm(
             encode, lambda event: isinstance(event, Ended), lambda _: to_text(self.progress), compact=True
@@ -197,6 +199,17 @@ class BatchTask:
     def left(self) -> int:
         """Number of lines without a result."""
         return max(0, self.progress.total - len(self._results))
+
+    def left_by_others(self) -> list[int]:
+        """Return the numbers of lines that an earlier ingress may have left in flight, and that are not in flight here.
+
+        Lines are started in their order, and those that were put back come first. So these are the first lines without
+        a result. Twice the largest number in flight leaves room for empty lines, which have numbers, too.
+        """
+        if not self._is_taken_over:
+            return []
+        numbers = (number for number in count(1) if number not in self._results and number not in self.in_flight)
+        return list(islice(numbers, min(self.left, 2 * self._most_lines)))
 
     def may_start(self, now_s: float) -> bool:
         """Return whether a line may be started now."""

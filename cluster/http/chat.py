@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.openai import SSE_DONE, ErrorMap, error_event
+from cluster.api.openai import BATCH_LINE, SSE_DONE, ErrorMap, error_event
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
@@ -79,7 +79,9 @@ class ChatPrograms:
         idempotency = read_idempotency(http, "chat")
         shown: Mapping[str, str] = {}
         if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
-            run_id, shown = await self._start(await prepare(), identity, idempotency, arrived_s)
+            of_batch = BATCH_LINE in http.scope
+            body_for_replicas = await prepare()
+            run_id, shown = await self._start(body_for_replicas, identity, idempotency, arrived_s, of_batch=of_batch)
         stays = idempotency is not None
         if body.get("stream"):
             options = body.get("stream_options")
@@ -103,6 +105,8 @@ class ChatPrograms:
         identity: ProgramIdentity,
         idempotency: Idempotency | None,
         arrived_s: float | None,
+        *,
+        of_batch: bool,
     ) -> tuple[str, Mapping[str, str]]:
         """Return the id of the request's run, and headers of its answer."""
         registered = {one.name: one for one in await self._offers(identity.tenant, None)}
@@ -118,7 +122,7 @@ class ChatPrograms:
                 sees=body["model"] in self._seeing,
             )
             started = await self._runner.start(
-                spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended
+                spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended, is_repeated=of_batch
             )
             turn.is_run = started.new
         return started.run_id, program_headers(spec.program) if started.new else {}

@@ -124,7 +124,11 @@ class Conversations:
             raise _not_found(name, param)
         if new := found.entries[found.renewed :]:
             names = await asyncio.to_thread(_responses_of, new)
-            await self._responses.prolong(names, tenant, 1 + RENEWED_SHARE)
+            still_open = await self._responses.prolong([*filter(None, names)], tenant, 1 + RENEWED_SHARE)
+            # One that has not ended, and those after it, are renewed at the next use.
+            renewed = next((place for place, response in enumerate(names) if response in still_open), len(new))
+            async with _answering():
+                await self._store.renewed(tenant, name, found.renewed + renewed, is_all=not found.renewed)
         return found
 
     async def create(self, tenant: str, name: str, metadata: bytes, entries: Sequence[Entry]) -> float:
@@ -317,8 +321,9 @@ def _require(written: Written, name: str, param: str = "conversation_id") -> Non
     raise error
 
 
-def _responses_of(entries: Sequence[bytes]) -> list[str]:
-    return [entry.response for entry in map(decode, entries) if isinstance(entry, Responded)]
+def _responses_of(entries: Sequence[bytes]) -> list[str | None]:
+    """Return the id of each entry's response; None: the entry is none."""
+    return [entry.response if isinstance(entry, Responded) else None for entry in map(decode, entries)]
 
 
 def _encoded(entries: Sequence[Entry]) -> list[bytes]:

@@ -168,6 +168,7 @@ class ResponseRoutes:
                 arrived_s=arrived_s,
                 on_end=run_ended,
                 admit=None if run.conversation is None else partial(self._conversations.add_response, run),
+                is_repeated=BATCH_LINE in http.scope,
             )
             turn.is_run = started.new
         return started.run_id, program_headers(run.spec.program) if started.new else {}

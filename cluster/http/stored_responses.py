@@ -39,9 +39,12 @@ class StoredResponses:
             raise not_found(response_id)
         return log
 
-    async def prolong(self, names: Sequence[str], tenant: str, share: float = 1.0) -> None:
-        """Keep responses that have ended, as if they had ended now. The arguments are those of `RunStore.prolong`."""
-        await self._runner.prolong(tenant, names, share)
+    async def prolong(self, names: Sequence[str], tenant: str, share: float = 1.0) -> frozenset[str]:
+        """Keep responses that have ended, as if they had ended now. Return those that have not ended.
+
+        The arguments are those of `RunStore.prolong`.
+        """
+        return await self._runner.prolong(tenant, names, share)
 
     async def found(self, names: Iterable[str], tenant: str, own: Container[str] = ()) -> dict[str, ResponseFold]:
         """Return those of these responses that exist, by id. The arguments are those of `log`."""

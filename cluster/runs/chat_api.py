@@ -79,6 +79,9 @@ def chat_spec(
             raise _bad(name, "is not supported together with tools that the cluster runs")
     if not isinstance(body.get("messages"), list):
         raise _bad("messages", "must be a list")
+    for place, message in enumerate(body["messages"]):
+        if not isinstance(message, dict):
+            raise _bad(f"messages.{place}", "must be an object")
     offers = tuple(_offer(tool, registered, f"tools.{place}") for place, tool in enumerate(body["tools"]))
     sampling = {name: value for name, value in body.items() if name not in _OWN and name not in _BOUNDS}
     asked = {field: _bound(body, name, getattr(limits, field)) for name, field in _BOUNDS.items()}

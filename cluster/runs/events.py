@@ -319,12 +319,15 @@ def decode(entry: bytes) -> RunEvent:
 
 
 def require_encodable(spec: RunSpec) -> None:
-    """Check that the log can encode a run. JSON allows larger numbers, in fields of any content such as a schema.
+    """Check that the log can encode a run, and that it can be read again. JSON allows larger numbers, in fields of any
+    content such as a schema.
 
     Raises:
-        BadRequest: the body has an integer of more than 64 bits.
+        BadRequest: the body has an integer of more than 64 bits, or a field of another type than the log expects.
     """
     try:
-        encode(Accepted(spec))
+        decode(encode(Accepted(spec)))
     except OverflowError as error:
         raise BadRequest("the body has an integer of more than 64 bits") from error
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body has a field of a wrong type: {error}") from error

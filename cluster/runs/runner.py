@@ -58,6 +58,8 @@ STORE_FULL = "the store of programs (redis) has no memory for a new one"
 
 PAGE = 256
 """Number of entries that are read from the store at a time."""
+STOP_S = 5.0
+"""Seconds that the turns in progress have to stop when the runner is closed."""
 AT_ONCE = 200
 """Largest number of entries that are handled in one step of the event loop."""
 
@@ -156,16 +158,18 @@ class ProgramRunner:
             self._background.start("memory of the store", self.memory.watch)
 
     async def aclose(self) -> None:
-        """Give up all runs, so that other runners can continue them at once.
+        """Stop the work on all runs, and then give them up, so that other runners can continue them at once.
 
-        Tools in progress go on for the next runner.
+        Turns in progress are stopped, since the next runner asks them again. Tools in progress go on for it.
         """
         await self._background.aclose()
-        open_runs = list(self._working)
-        for run_id in open_runs:
-            self._tasks[run_id].journal.abandon()
+        working = dict(self._working)
+        for run_id in working:
+            self._tasks[run_id].abandon()
+        if working:
+            await asyncio.wait(working.values(), timeout=STOP_S)
         with contextlib.suppress(RunStoreUnavailable):
-            await self._store.release(open_runs)
+            await self._store.release(list(working))
 
     # --- called for clients -------------------------------------------------------------------------------------------
 
@@ -178,6 +182,7 @@ class ProgramRunner:
         arrived_s: float | None = None,
         on_end: Callable[[RunState], object] | None = None,
         admit: Callable[[], Awaitable[object]] | None = None,
+        is_repeated: bool = False,
     ) -> Started:
         """Accept a run and begin to work on it.
 
@@ -190,20 +195,22 @@ class ProgramRunner:
             on_end: called with the last state when this runner stops to work on a run that it has begun here.
             admit: called for a new run that the store has, before work on it begins. If it raises, nothing was
                 accepted. None: nothing is called.
+            is_repeated: whether the run is requested again if it is not accepted, as a line of a batch is.
 
         Raises:
             Overloaded: nothing was accepted, because too many runs are open, or the store cannot be reached. It is
                 TooManyRequests if too many runs of the tenant are open.
             IdempotencyConflict: the key was used with another body.
         """
-        self._require_room(spec, arrived_s)
+        watch = RunWatch(self._turns, spec, arrived_s, self._clock, is_repeated=is_repeated)
+        self._require_room(spec, watch)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
         secret_bytes = json.dumps(secret).encode() if secret else None
         run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
         self._starting.append(spec.tenant)
         try:
-            created = await self._created(run, accepted, arrived_s)
+            created = await self._created(run, accepted, watch, needs_admission=admit is not None)
             if isinstance(created, AlreadyThere):
                 return Started(created.of_same_request(), new=False)
             if admit is not None:
@@ -214,7 +221,7 @@ class ProgramRunner:
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
 
-    def _require_room(self, spec: RunSpec, arrived_s: float | None) -> None:
+    def _require_room(self, spec: RunSpec, watch: RunWatch) -> None:
         """Check that a run may be started now.
 
         Raises:
@@ -222,26 +229,32 @@ class ProgramRunner:
         """
         open_runs = self.open_runs + len(self._starting)
         if open_runs >= self._config.programs.max_open:
-            raise self._refusal(Overloaded, f"{open_runs} programs are in flight", spec, arrived_s, OVERLOAD)
+            raise self._refusal(Overloaded, f"{open_runs} programs are in flight", watch, OVERLOAD)
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and self._open_of(spec.tenant) >= most:
             why = f"{most} programs of this tenant are open"
-            raise self._refusal(TooManyRequests, why, spec, arrived_s, TENANT_PROGRAMS)
+            raise self._refusal(TooManyRequests, why, watch, TENANT_PROGRAMS)
         if self.memory.is_full:
-            raise self._refusal(Overloaded, STORE_FULL, spec, arrived_s, "store_full")
+            raise self._refusal(Overloaded, STORE_FULL, watch, "store_full")
         # The starts that wait, or are being undone, show when the store is back.
         if (self._starting or self.uncertain_starts) and not self._store.healthy:
-            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable")
+            raise self._refusal(Overloaded, STORE_GONE, watch, "store_unavailable")
 
-    async def _created(self, run: NewRun, accepted: Accepted, arrived_s: float | None) -> Created | AlreadyThere:
+    async def _created(
+        self, run: NewRun, accepted: Accepted, watch: RunWatch, *, needs_admission: bool
+    ) -> Created | AlreadyThere:
+        """Create a run in the store.
+
+        A run that still needs admission never stays without it, although the request came again with its key.
+        """
         try:
             return await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
-            self._renounce(run.id)
-            raise self._refusal(Overloaded, STORE_GONE, accepted.spec, arrived_s, "store_unavailable") from error
+            self._renounce(run.id, although_repeated=needs_admission)
+            raise self._refusal(Overloaded, STORE_GONE, watch, "store_unavailable") from error
         except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
-            if run.idempotency is None:
-                self._renounce(run.id)
+            if run.idempotency is None or needs_admission:
+                self._renounce(run.id, although_repeated=needs_admission)
             raise
 
     async def _admitted(self, run_id: str, admit: Callable[[], Awaitable[object]]) -> None:
@@ -368,9 +381,9 @@ class ProgramRunner:
         self.ended.discard(run_id)
         return await self._store.delete(run_id)
 
-    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> None:
-        """Keep runs that have ended. The arguments are those of `RunStore.prolong`."""
-        await self._store.prolong(tenant, run_ids, share)
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> frozenset[str]:
+        """Keep runs that have ended. Arguments and result are those of `RunStore.prolong`."""
+        return await self._store.prolong(tenant, run_ids, share)
 
     async def keyed(self, tenant: str, key: str) -> str | None:
         """Return the id of the run with this idempotency key; None: there is none."""
@@ -454,10 +467,9 @@ class ProgramRunner:
         working = sum(self._tasks[one].state.spec.tenant == tenant for one in self._working)
         return working + self._starting.count(tenant)
 
-    def _refusal(
-        self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None, code: str
-    ) -> Overloaded:
-        RunWatch(self._turns, spec, arrived_s, self._clock).refused(code)
+    @staticmethod
+    def _refusal(kind: type[Overloaded], why: str, watch: RunWatch, code: str) -> Overloaded:
+        watch.refused(code)
         return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S, code=code)
 
     def _in_memory(self, run_id: str) -> RunTask | None:

@@ -71,14 +71,18 @@ class RunWatch:
         spec: the run.
         arrived_s: time in seconds at which the run was requested. None: it was taken over from another runner.
         clock: the clock of the arrivals.
+        is_repeated: whether the run is requested again if it is refused, so that a refusal is not its end.
     """
 
-    def __init__(self, turns: Turns, spec: RunSpec, arrived_s: float | None, clock: Clock) -> None:
+    def __init__(
+        self, turns: Turns, spec: RunSpec, arrived_s: float | None, clock: Clock, *, is_repeated: bool = False
+    ) -> None:
         hints = ProgramIdentity.decode(spec.identity).hints
         identity = ProgramIdentity(spec.program, tenant=spec.tenant, hints=hints)
         self._turns, self._identity, self._model = turns, identity, spec.model
         self._arrived_s = arrived_s
         self._clock = clock
+        self._is_repeated = is_repeated
         self._turn: TurnWatch | None = None
         self._left = False
 
@@ -103,6 +107,8 @@ class RunWatch:
     def refused(self, reason: str) -> None:
         """Record that the run was not accepted, for a reason, an error's code."""
         self._turns.rejected(reason, self._model)
+        if self._is_repeated:
+            return
         self.turn()
         self._over(Outcome.REJECTED)
         self._turns.program_ended(str(self._identity.key))

@@ -181,7 +181,10 @@ class RunTask:
         self._began_s = clock.now_s()
         self._deadline_s = self._began_s + left_s
         self._key = f"{state.spec.tenant}/{state.spec.program}"
-        self._traceparent = ProgramIdentity.decode(state.spec.identity).traceparent
+        identity = ProgramIdentity.decode(state.spec.identity)
+        self._traceparent = identity.traceparent
+        self._ends_program = state.spec.last or identity.last_turn
+        """Whether the program ends with the run: nobody can continue it, or the request says that nobody will."""
         self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._notifications: set[asyncio.Task[None]] = set()
         """Tasks of notifications that are being sent to the replica."""
@@ -210,7 +213,7 @@ class RunTask:
                 self._work = asyncio.create_task(self._until_done())
                 await self._until_stopped(self._work)
             await self.journal.flush()
-            if self.state.spec.last:
+            if self._ends_program:
                 self._notify("end")
             elif self.state.ended is not None and self.state.ended.status == "cancelled":
                 self._notify("release")  # the next turn, for which its KV is held, will probably never come

@@ -88,7 +88,10 @@ def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
 
 
 def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> ProgramIdentity:
-    """Return the identity of a turn, with what is known of the tools before and after it."""
+    """Return the identity of a turn, with what is known of the tools before and after it.
+
+    No turn says that it is the last one of its program, because nobody knows it before the turn has ended.
+    """
     identity = ProgramIdentity.decode(state.spec.identity)
     hints = identity.hints
     if state.calls:
@@ -96,7 +99,8 @@ def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> Progr
     if isinstance(todo.tool_choice, dict):
         named = todo.tool_choice.get("function", {}).get("name")
         hints = replace(hints, expected_tool=named or hints.expected_tool)
-    return replace(identity, tenant=state.spec.tenant, program_id=state.spec.program, hints=hints)
+    own = {"tenant": state.spec.tenant, "program_id": state.spec.program}
+    return replace(identity, **own, hints=hints, last_turn=False)
 
 
 def continuation_of(state: RunState) -> Continuation | None:

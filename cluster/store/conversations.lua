@@ -84,17 +84,23 @@ function operations.create()
 end
 
 -- ARGV: ms after which all responses are renewed again. Answers with creation, metadata, the number of entries whose responses need
--- not be renewed now, and the entries, too.
+-- not be renewed now, and the entries, too. `renewed` is called when the responses of the others have been renewed.
 function operations.load()
   if not known() then return {'unknown'} end
   keep()
   local found = redis.call('HMGET', record, 'created', 'metadata', 'renewed', 'renewed_ms')
   local fresh = now_ms - number(found[4]) < tonumber(ARGV[FIRST])
-  redis.call('HSET', record, 'renewed', redis.call('LLEN', list))
-  if not fresh then redis.call('HSET', record, 'renewed_ms', string.format('%.0f', now_ms)) end
   local answer = {'ok', found[1], found[2], fresh and found[3] or '0'}
   for _, entry in ipairs(redis.call('LRANGE', list, 0, -1)) do answer[#answer + 1] = entry end
   return answer
+end
+
+-- ARGV: number of leading entries whose responses are renewed now, 1 if all of these were renewed at this time.
+function operations.renewed()
+  if not known() then return {'unknown'} end
+  redis.call('HSET', record, 'renewed', ARGV[FIRST])
+  if ARGV[FIRST + 1] == '1' then redis.call('HSET', record, 'renewed_ms', string.format('%.0f', now_ms)) end
+  return {'ok'}
 end
 
 -- ARGV: number of entries that the caller knows or -1, entries.

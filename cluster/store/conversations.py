@@ -52,7 +52,8 @@ class StoredConversation:
     metadata: bytes
     entries: tuple[bytes, ...]
     renewed: int = 0
-    """Number of leading entries whose responses were renewed a short time ago. The caller renews the others."""
+    """Number of leading entries whose responses were renewed a short time ago. The caller renews the others, and then
+    calls `ConversationStore.renewed`."""
 
 
 class ConversationStore(RedisStore):
@@ -96,6 +97,17 @@ class ConversationStore(RedisStore):
         if answer[0] != b"ok":
             return None
         return StoredConversation(float(answer[1]), answer[2], tuple(answer[4:]), int(answer[3] or 0))
+
+    async def renewed(self, tenant: str, name: str, number: int, *, is_all: bool) -> Written:
+        """Record that responses were renewed. The answer is OK or UNKNOWN.
+
+        Args:
+            tenant: the tenant.
+            name: the conversation.
+            number: the number of leading entries whose responses are renewed.
+            is_all: whether all of them were renewed now. Otherwise some were renewed earlier.
+        """
+        return await self._write(tenant, name, "renewed", number, int(is_all))
 
     async def append(self, tenant: str, name: str, entries: Sequence[bytes], known: int | None = None) -> Written:
         """Append entries.

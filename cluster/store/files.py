@@ -102,13 +102,12 @@ class FileStore:
         return None if page is None or page.head.tenant != tenant else _visible(page.head)
 
     async def listed(self, tenant: str) -> list[StoredFile]:
-        """Return the files of a tenant, the newest first, at most `MAX_LISTED`."""
-        heads = await self._logs.runs(tenant, limit=MAX_LISTED)
-        return [file for head in heads if (file := _visible(head)) is not None]
+        """Return all files of a tenant, the newest first."""
+        return [file for head in await self._heads(tenant) if (file := _visible(head)) is not None]
 
     async def reserved_bytes(self, tenant: str) -> tuple[int, int]:
         """Return the number and the bytes of a tenant's files, with those that are being written."""
-        heads = await self._logs.runs(tenant, limit=MAX_LISTED)
+        heads = await self._heads(tenant)
         return len(heads), sum(int(head.labels.get("bytes", "0")) for head in heads)
 
     async def pieces(self, file_id: str) -> AsyncIterator[bytes]:
@@ -152,6 +151,13 @@ class FileStore:
         """Delete a file that is not complete. ``length``: entries of its log."""
         await self._logs.append(file_id, length, [], final=True)
         await self.delete(file_id)
+
+    async def _heads(self, tenant: str) -> list[RunHead]:
+        """Return all files of a tenant, the newest first, with those that are not complete."""
+        heads: list[RunHead] = []
+        while page := await self._logs.runs(tenant, limit=MAX_LISTED, before=heads[-1].created_s if heads else None):
+            heads += page
+        return heads
 
     async def _append(self, file_id: str, place: int, piece: bytes) -> None:
         await self._repeated(lambda: self._logs.append(file_id, place, [piece]))

@@ -247,3 +247,16 @@ async def test_a_closed_batch_keeps_no_results_in_its_log(ingress: MakeIngress) 
     page = await site.store.read(done.id)
     assert page is not None and (page.length, len(page.items), page.closed) == (2, 2, True)
     assert done.endpoint == CHAT
+
+
+async def test_a_cancel_stops_the_programs_that_an_earlier_ingress_has_started(ingress: MakeIngress) -> None:
+    first, second = ingress(), ingress(max_concurrent=1)
+    first.replicas.free, second.replicas.free = 2, 0
+    batch = await begin(first.client(), lines(*names(5)))
+    client = second.client()
+    await until(client, batch.id, lambda one: one.request_counts.completed == 2 and first.batches.in_flight == 3)
+    await first.die()
+    await until(client, batch.id, lambda _: second.batches.in_flight == 1)
+    await client.batches.cancel(batch.id)
+    assert (await ended(client, batch.id)).status == "cancelled"
+    await until(client, batch.id, lambda _: sorted(second.replicas.stopped) == [3, 4, 5])

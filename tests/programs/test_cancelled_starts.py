@@ -1,10 +1,11 @@
 """Clients that leave while the store accepts their run: nothing is run for nobody."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from cluster.core.errors import Overloaded, RunStoreUnavailable
 from cluster.runs.runner import ProgramRunner
 from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun
 from cluster.store.runs.store import RunStore
@@ -14,7 +15,13 @@ from tests.programs.test_runner import ended, outcome, spec
 from tests.waiting import until
 
 
-async def leave(runner: ProgramRunner, store: RunStore, run_id: str, idempotency: Idempotency | None = None) -> None:
+async def leave(
+    runner: ProgramRunner,
+    store: RunStore,
+    run_id: str,
+    idempotency: Idempotency | None = None,
+    admit: Callable[[], Awaitable[object]] | None = None,
+) -> None:
     """Start a run, and be cancelled when the store has accepted it and before its answer comes."""
     create, accepted = store.create, asyncio.Event()
 
@@ -26,7 +33,7 @@ async def leave(runner: ProgramRunner, store: RunStore, run_id: str, idempotency
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "create", late)
-        starting = asyncio.create_task(runner.start(spec(run_id), idempotency=idempotency))
+        starting = asyncio.create_task(runner.start(spec(run_id), idempotency=idempotency, admit=admit))
         await accepted.wait()
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -76,3 +83,39 @@ async def test_a_run_whose_client_left_before_it_was_admitted_is_gone_although_i
     started = await other.start(spec("second"), idempotency=key)
     assert started.new
     assert outcome(await ended(other, "second")).status == "completed"
+
+
+async def never() -> None:
+    raise AssertionError("nobody waits for this run any more")
+
+
+async def test_a_run_with_a_key_that_was_not_admitted_does_not_stay_for_its_client(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("not in its conversation")])
+    runner, other = runners(ScriptedReplicas([])), runners(replicas)
+    key = Idempotency("unadmitted", b"body")
+    await leave(runner, runners.stores[0], "unadmitted", key, never)
+    # The client has come again before the creation is undone.
+    assert await other.repeated("t", key) == "unadmitted"
+    await until(lambda: not runner.uncertain_starts)
+    assert await other.load("unadmitted", "t") is None
+    other.attend()
+    await asyncio.sleep(2 * LEASE_S)
+    assert not replicas.asked
+
+
+async def test_a_run_whose_acceptance_is_uncertain_and_that_was_not_admitted_does_not_stay(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, other = runners(ScriptedReplicas([])), runners(ScriptedReplicas([]))
+    create, key = runners.stores[0].create, Idempotency("uncertain", b"body")
+
+    async def unanswered(run: NewRun, items: Sequence[bytes]) -> Created | AlreadyThere:
+        await create(run, items)
+        raise RunStoreUnavailable("it does not answer", "timeout")
+
+    monkeypatch.setattr(runners.stores[0], "create", unanswered)
+    with pytest.raises(Overloaded):
+        await runner.start(spec("uncertain"), idempotency=key, admit=never)
+    assert await other.repeated("t", key) == "uncertain"
+    await until(lambda: not runner.uncertain_starts)
+    assert await other.load("uncertain", "t") is None

@@ -20,11 +20,12 @@ from cluster.http.chat import ChatPrograms
 from cluster.http.idempotency import keep_digest
 from cluster.runs import task
 from cluster.runs.chat_api import ChatFold, deltas
-from cluster.runs.events import Generated, RunEvent, TurnIntent
+from cluster.runs.events import Generated, RunEvent, TurnIntent, require_encodable
 from cluster.runs.runner import ProgramRunner
 from tests.programs.response_site import TENANT, Visitor, as_sent, known, registered
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.programs.test_runner import spec
 from tests.responses.run_logs import COMPLETED, accepted, call, offer, result, tool_round, turn
 from tests.waiting import until
 
@@ -153,6 +154,19 @@ async def test_an_integer_that_the_log_cannot_have_is_the_request_s_fault(
     with pytest.raises(BadRequest, match="more than 64 bits"):
         await Visitor(site(runner), BODY | fields, PATH).answered
     assert not runner.counters["started"]
+
+
+async def test_a_message_that_is_no_object_is_refused(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([]))
+    with pytest.raises(BadRequest) as refused:
+        await Visitor(site(runner), BODY | {"messages": ["hi"]}, PATH).answered
+    assert refused.value.param == "messages.0"
+    assert not runner.counters["started"]
+
+
+def test_a_run_that_the_log_could_not_be_read_with_is_refused() -> None:
+    with pytest.raises(BadRequest, match="messages"):
+        require_encodable(spec("unreadable", messages=("hi",)))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -100,6 +100,23 @@ async def test_the_responses_of_a_conversation_in_use_are_kept_as_long_as_it_is(
     assert [text for _, text in there.seen()] == ["I am Ada.", "hello", "Who am I?"]
 
 
+async def test_a_response_in_progress_is_renewed_at_the_first_use_after_its_end(runners: Runners) -> None:
+    gate = asyncio.Event()
+    there = Site(runners, ([gate, *says("hello")],))
+    made = await there.client.conversations.create()
+    first = await there.respond(conversation=made.id, input="I am Ada.", background=True)
+    assert await there.items(made.id) == []  # its response is in progress
+    gate.set()
+    await until(lambda: not there.runner.open_runs)
+    direct = redis.asyncio.from_url(runners.url)
+    keys = await direct.keys(f"*:{first.id}")
+    for key in keys:
+        assert await direct.pexpire(key, 1_000)
+    assert len(await there.items(made.id)) == 2
+    assert all([await direct.pttl(key) > 60_000 for key in keys])
+    await direct.aclose()
+
+
 async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:
     there = Site(runners, (says("a bird"), says("yes", first_id=200)))
     made = await there.client.conversations.create(items=[user("what is there?"), user("my password is x")])

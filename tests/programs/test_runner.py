@@ -98,6 +98,16 @@ async def test_the_scheduler_is_told_of_a_tool_that_takes_its_time(runners: Runn
     assert replicas.told == [("tool_started", {"tools": ["wait"]}), ("tool_finished", {}), ("end", {})]
 
 
+async def test_a_run_that_its_request_calls_the_last_turn_ends_its_program_once_at_its_end(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("", ("add", "{}")), says("done", first_id=200)])
+    runner = runners(replicas, ScriptedTools({"add": str}))
+    await runner.start(replace(spec("r28"), identity=ProgramIdentity("p", last_turn=True).encode()))
+    await ended(runner, "r28")
+    await until(lambda: replicas.told)
+    assert [identity.last_turn for identity in replicas.identities] == [False, False]
+    assert replicas.told == [("end", {})]
+
+
 async def test_a_notification_that_does_not_arrive_holds_nothing_up(runners: Runners) -> None:
     slow = asyncio.Event()
     replicas = ScriptedReplicas([says("", ("wait", "{}")), says("done")], stuck=frozenset({"tool_started"}))

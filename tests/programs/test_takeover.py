@@ -188,13 +188,14 @@ async def test_a_runner_that_has_closed_passes_a_cancellation_on(runners: Runner
     await first.start(spec("closing"))
     await until(lambda: asked_first.asked)
     await first.aclose()
+    assert not first.open_runs
     replicas = ScriptedReplicas([[asyncio.Event()]])
     second = runners(replicas)
     second.attend()
     await until(lambda: replicas.asked)
     assert await first.cancel("closing")
     assert outcome(await ended(second, "closing")).status == "cancelled"
-    assert first.open_runs and not await first.cancel("closing")  # its turn goes on, but the run has ended
+    assert not await first.cancel("closing")  # the run has ended
 
 
 async def test_a_runner_that_does_not_know_that_it_lost_a_run_passes_a_cancellation_on(runners: Runners) -> None:
@@ -209,3 +210,22 @@ async def test_a_runner_that_does_not_know_that_it_lost_a_run_passes_a_cancellat
     assert outcome(await ended(second, "unaware")).status == "cancelled"
     await until(lambda: not first.open_runs)
     assert (first.counters["lost"], first.counters["cancelled"]) == (1, 0)
+
+
+async def test_a_runner_that_closes_stops_its_turns_before_another_one_has_the_runs(runners: Runners) -> None:
+    replicas, released = ScriptedReplicas([[*says("half")[:2], asyncio.Event()]]), list[int]()
+    first = runners(replicas)
+    release = runners.stores[0].release
+
+    async def released_after(run_ids: Collection[str]) -> None:
+        released.append(replicas.closed)
+        await release(run_ids)
+
+    runners.stores[0].release = released_after  # type: ignore[method-assign]
+    await first.start(spec("stopped"))
+    await until(lambda: replicas.asked)
+    await first.aclose()
+    assert (released, first.open_runs) == ([1], 0)
+    second = runners(ScriptedReplicas([says("whole", first_id=200)]))
+    second.attend()
+    assert outcome(await ended(second, "stopped")).status == "completed"

@@ -162,3 +162,24 @@ async def test_an_update_that_is_stopped_before_it_changes_anything_leaves_the_p
     assert engine.events == ["pause", "settle", "resume", "pause"]
     assert replica.weights.view()["paused"]
     assert not replica.failures
+
+
+async def test_what_the_store_said_before_a_change_is_not_followed_after_it(replica: Replica) -> None:
+    stored = [WeightsTarget("before", "/before"), OTHER]
+
+    class Store:
+        async def read(self) -> WeightsTarget:
+            return stored[0]
+
+    replica.engine.hold("load")
+    told = asyncio.create_task(replica.weights.follow(OTHER))
+    await replica.engine.reached["load"].wait()
+    # The store still has the target before, as for a replica that reads it just before it changes.
+    following = asyncio.create_task(replica.weights.follow_store(Store()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    stored.pop(0)
+    replica.engine.gates.pop("load").set()
+    await told
+    await following
+    assert replica.engine.events == UPDATED
+    assert replica.weights.view() == {"version": "other", "path": "/other", "paused": False}

@@ -10,7 +10,7 @@ from cluster.http.stored_responses import StoredResponses, replayed
 from cluster.responses.conversation_entries import Deleted, Entry, Responded, encode
 from cluster.runs.events import Ended, Generated, RunEvent, Status, TurnIntent
 from cluster.runs.runner import AT_ONCE, ProgramRunner
-from cluster.store.conversations import ConversationStore, StoredConversation
+from cluster.store.conversations import ConversationStore, StoredConversation, Written
 from tests.responses import run_logs
 
 LOGS: Any = run_logs
@@ -31,8 +31,9 @@ class Logs:
         self.loaded: list[str] = []
         self.prolonged: list[str] = []
 
-    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float) -> None:
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float) -> frozenset[str]:
         self.prolonged += run_ids
+        return frozenset()
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
         self.loaded.append(run_id)
@@ -49,6 +50,10 @@ class Entries(ConversationStore):
 
     async def load(self, tenant: str, name: str) -> StoredConversation | None:
         return StoredConversation(0.0, b"{}", self._entries)
+
+    async def renewed(self, tenant: str, name: str, number: int, *, is_all: bool) -> Written:
+        assert (number, is_all) == (len(self._entries), True)
+        return Written.OK
 
 
 class Turns:

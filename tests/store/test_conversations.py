@@ -120,8 +120,11 @@ async def test_responses_are_renewed_once_and_all_again_after_an_eighth_of_the_r
     store: ConversationStore, direct: redis.asyncio.Redis
 ) -> None:
     async def renewed() -> int:
+        """How many are renewed already. The caller renews the others."""
         found = await store.load("a", "c")
         assert found is not None
+        is_all = not found.renewed
+        assert await store.renewed("a", "c", len(found.entries), is_all=is_all) is Written.OK
         return found.renewed
 
     await store.create("a", "c", 0.0, b"", [b"1", b"2"])
@@ -132,6 +135,13 @@ async def test_responses_are_renewed_once_and_all_again_after_an_eighth_of_the_r
     before_ms = float(await direct.hget(record, "renewed_ms") or 0)
     await direct.hset(record, "renewed_ms", before_ms - 60_000 * conversations.RENEWED_SHARE)
     assert [await renewed(), await renewed()] == [0, 3]
+
+
+async def test_responses_whose_renewal_failed_are_renewed_at_the_next_use(store: ConversationStore) -> None:
+    await store.create("a", "c", 0.0, b"", [b"1", b"2"])
+    assert [(await store.load("a", "c")).renewed for _ in range(2)] == [0, 0]
+    await store.renewed("a", "c", 1, is_all=True)  # the second one is in progress
+    assert [(await store.load("a", "c")).renewed for _ in range(2)] == [1, 1]
 
 
 async def test_without_redis_a_call_raises(store: ConversationStore, server: EmbeddedRedis) -> None:

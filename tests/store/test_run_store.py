@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import redis.asyncio
 
-from cluster.core.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen, RunUnknown
+from cluster.core.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen
 from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun, Renewal
 from cluster.store.runs.store import MAX_PAGE_BYTES, MAX_PAGE_ITEMS, RunStore
 from tests.store.conftest import MakeRunStore
@@ -14,6 +14,7 @@ from tests.store.outages import eventually
 
 RUN = NewRun("run", "tenant", "program", labels={"model": "tiny"}, secret=b"token")
 OPEN = "caesura:v1:{runs}:open"
+GONE = b"caesura:v1:{runs}:gone:run"
 
 
 def items(first: int, end: int) -> list[bytes]:
@@ -306,9 +307,9 @@ async def test_an_open_run_cannot_be_deleted_and_a_closed_one_leaves_nothing(
         await a.delete("run")
     await a.append("run", 1, [], final=True)
     assert await a.delete("run") is True
-    assert await direct.keys("*") == []
+    assert await direct.keys("*") == [GONE]
     assert await a.delete("run") is False
-    with pytest.raises(RunUnknown):
+    with pytest.raises(RunLeaseLost):
         await a.append("run", 1, items(1, 2))
     assert await a.read("run") is None and await a.runs("tenant") == []
 
@@ -333,7 +334,29 @@ async def test_a_rejected_creation_leaves_nothing(ingress: MakeRunStore, direct:
     assert not await b.renounce("run")  # it is another's
     assert await a.renounce("run")
     assert not await a.renounce("run")
-    assert not await direct.keys("caesura:v1:{runs}:*")
+    assert await direct.keys("caesura:v1:{runs}:*") == [GONE]
+
+
+@pytest.mark.parametrize("how", ["delete", "evict", "renounce", "renounce before its creation"])
+async def test_a_run_that_is_deleted_is_lost_to_its_former_owner_for_ten_minutes(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis, how: str
+) -> None:
+    a, b = ingress("a"), ingress("b")
+    if how == "renounce before its creation":
+        assert not await a.renounce("run")
+    else:
+        await a.create(RUN, items(0, 1))
+    if how == "renounce":
+        assert await a.renounce("run")
+    elif how in ("delete", "evict"):
+        await a.append("run", 1, [], final=True)
+        assert await (b.delete("run") if how == "delete" else b.evict(1))
+    for call in (a.append("run", 1, items(1, 2)), a.create(RUN, items(0, 2)), b.create(RUN, items(0, 2))):
+        with pytest.raises(RunLeaseLost):
+            await call
+    assert await a.renew(["run", "another"]) == renewal(lost="run", unknown="another")
+    assert await direct.keys("*") == [GONE]
+    assert 500_000 < await direct.pttl(GONE) <= 600_000
 
 
 async def test_a_rejected_creation_stays_if_the_request_came_again(ingress: MakeRunStore) -> None:

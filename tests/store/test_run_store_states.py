@@ -43,6 +43,8 @@ class LogMachine(RuleBasedStateMachine):
         self.log: list[bytes] | None = None
         self.owner: str | None = None
         self.closed = False
+        self.deleted = False
+        """Whether the run was deleted a short time ago."""
         self.written = 0
 
     def teardown(self) -> None:
@@ -66,7 +68,7 @@ class LogMachine(RuleBasedStateMachine):
     def create(self, name: str, count: int) -> None:
         store, items = self.stores[name], self.new_items(count)
         call = store.create(NewRun("run", "tenant", "program", idempotency=KEY), items)
-        if self.log is not None:
+        if self.log is not None or self.deleted:
             self.refused(RunLeaseLost, call)
             return
         assert self.await_(call) == Created("run")
@@ -93,7 +95,7 @@ class LogMachine(RuleBasedStateMachine):
         items = there[start:] + self.new_items(count)
         call = self.stores[name].append("run", start, items, final=final)
         if self.log is None:
-            self.refused(RunUnknown, call)
+            self.refused(RunLeaseLost if self.deleted else RunUnknown, call)
         elif name != self.owner:
             self.refused(RunLeaseLost, call)
         elif start > len(there):
@@ -127,8 +129,8 @@ class LogMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(OWNERS))
     def renew(self, name: str) -> None:
         renewal = self.await_(self.stores[name].renew(["run"]))
-        assert bool(renewal.unknown) == (self.log is None)
-        assert bool(renewal.lost) == (self.log is not None and self.owner != name)
+        assert bool(renewal.unknown) == (self.log is None and not self.deleted)
+        assert bool(renewal.lost) == (self.deleted if self.log is None else self.owner != name)
 
     @rule(name=st.sampled_from(OWNERS))
     def delete(self, name: str) -> None:
@@ -137,12 +139,20 @@ class LogMachine(RuleBasedStateMachine):
             self.refused(RunOpen, call)
             return
         assert self.await_(call) == (self.log is not None)
+        self.deleted = self.deleted or self.log is not None
         self.forget()
+
+    @precondition(lambda self: self.deleted)
+    @rule()
+    def ten_minutes_pass(self) -> None:
+        assert self.direct.delete("caesura:v1:{runs}:gone:run") == 1
+        self.deleted = False
 
     @rule(key=st.sampled_from(["run:run", "log:run", None]))
     def lose(self, key: str | None) -> None:
         if key is None:
             self.direct.flushall()
+            self.deleted = False
         else:
             self.direct.delete("caesura:v1:{runs}:" + key)
         self.forget()

@@ -130,8 +130,8 @@ class Renewal:
     """The result of renewing a process's leases. Leases of runs that are not in it are valid for another period."""
 
     lost: frozenset[str]
-    """Runs that another owner has, or has closed. This process must stop its work on them. A run that this owner itself
-    has closed is in none of these sets."""
+    """Runs that another owner has, has closed, or has deleted. This process must stop its work on them. A run that this
+    owner itself has closed is in none of these sets."""
     unknown: frozenset[str]
     """Runs that the store has lost. This process must create them again, with all items."""
     cancelled: frozenset[str]

@@ -10,6 +10,7 @@
 --                      zsets: ids of runs by creation
 --     idempotency:TENANT/KEY
 --                      hash: run, fingerprint
+--     gone:ID          string: the run was deleted or renounced a short time ago, so that its former owner must not write it again
 --     wake:OWNER       stream: an entry says that the followers of a process want to read something else
 --
 -- Ids, tenants and the like are percent-encoded, so that a slash separates them. Times are microseconds of the Redis
@@ -20,6 +21,7 @@
 -- only read inside. Where memory is short, Redis refuses a script's first write if it takes some, and none after that: so
 -- leases and ends begin with a write that takes none.
 local space = string.match(KEYS[1], '^caesura:v1:{[^}]*}:')
+local GONE_MS = 600000  -- time for which a deleted run cannot be created again; longer than a process is likely to be stopped
 local GONE = 1024  -- the largest number of places of runs that are gone that one eviction removes
 
 local function now_us()
@@ -97,6 +99,11 @@ local function sweep(now)
   for _, place in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now, 'LIMIT', 0, 64)) do leave(place) end
 end
 
+local function is_gone(id) return redis.call('EXISTS', space .. 'gone:' .. id) == 1 end
+
+-- The caller has written something before, so that Redis does not refuse it.
+local function mark_gone(id) redis.call('SET', space .. 'gone:' .. id, '1', 'PX', GONE_MS) end
+
 local function remove(id)
   local there = get(id, 'idempotency', 'tenant', 'program')
   redis.call('DEL', space .. 'run:' .. id, space .. 'log:' .. id)
@@ -109,6 +116,7 @@ local function remove(id)
   if is(space .. 'ended', 'zset') then
     redis.call('ZREM', space .. 'ended', there[2] .. '/' .. there[3] .. '/' .. id)
   end
+  mark_gone(id)
 end
 
 -- A request with an idempotency key has come again, for which the run `id` may be. Returns its earlier run and whether
@@ -134,6 +142,7 @@ function operations.create()
   local meta, log, open = space .. 'run:' .. id, space .. 'log:' .. id, space .. 'open'
   local key = ARGV[10] ~= '' and space .. 'idempotency:' .. ARGV[10]
   local now = now_us()
+  if is_gone(id) then return {'lost'} end
   local known = key and came_again(key, ARGV[11], id)
   if known then return {'known', unpack(known)} end
   if is_run(id) then
@@ -180,6 +189,7 @@ end
 function operations.append()
   local id, owner, start, status = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
   local final, retention_ms = ARGV[5] ~= '0', tonumber(ARGV[6])
+  if is_gone(id) then return {'lost'} end
   if not is_run(id) then return {'unknown'} end
   local meta, log = space .. 'run:' .. id, space .. 'log:' .. id
   local there = get(id, 'owner', 'closed', 'idempotency', 'tenant', 'program', 'compact')
@@ -232,11 +242,13 @@ function operations.read()
 end
 
 -- ARGV: tenant, time in ms, ids. Keeps those of the tenant's runs that are closed for this time from now on, if that is longer.
+-- Answers: those that are open, whose time begins with their end.
 function operations.prolong()
-  local tenant, kept_ms, now = ARGV[1], tonumber(ARGV[2]), now_us()
+  local tenant, kept_ms, now, still_open = ARGV[1], tonumber(ARGV[2]), now_us(), {}
   for i = 3, #ARGV do
     local id = ARGV[i]
     local there = is_run(id) and get(id, 'closed', 'tenant', 'program', 'idempotency') or {}
+    if there[2] == tenant and not there[1] then still_open[#still_open + 1] = id end
     if there[1] and there[2] == tenant and redis.call('PTTL', space .. 'log:' .. id) < kept_ms then
       redis.call('PEXPIRE', space .. 'run:' .. id, kept_ms)
       redis.call('PEXPIRE', space .. 'log:' .. id, kept_ms)
@@ -249,7 +261,7 @@ function operations.prolong()
       end
     end
   end
-  return #ARGV - 2
+  return still_open
 end
 
 -- ARGV: owner, lease in us, ids. Answers: the lost ones, the unknown ones, those to be cancelled.
@@ -260,7 +272,9 @@ function operations.renew()
   free_of_others(open, 'zset')
   for i = 3, #ARGV do
     local id = ARGV[i]
-    if not is_run(id) then
+    if is_gone(id) then
+      lost[#lost + 1] = id
+    elseif not is_run(id) then
       unknown[#unknown + 1] = id
     else
       local there = get(id, 'owner', 'closed', 'cancel')
@@ -312,10 +326,15 @@ function operations.release()
 end
 
 -- ARGV: id, owner, 1 to delete it in any case. Its creation was rejected to the caller, but it may exist: it is deleted, or
--- anybody may claim it if its request came again, since the answer to that names it.
+-- anybody may claim it if its request came again, since the answer to that names it. If it does not exist, its creation may
+-- still arrive, and is rejected then.
 function operations.renounce()
   local id, open = ARGV[1], space .. 'open'
-  if not is_run(id) then return 0 end
+  if not is_run(id) then
+    although_memory_is_short()
+    mark_gone(id)
+    return 0
+  end
   local there = get(id, 'owner', 'closed', 'repeated')
   if there[1] ~= ARGV[2] or there[2] then return 0 end
   although_memory_is_short()

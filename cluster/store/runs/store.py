@@ -115,7 +115,8 @@ class RunStore(RedisStore):
         to another run by now.
 
         Raises:
-            RunLeaseLost: the run exists, and has another owner, is closed, or has other items.
+            RunLeaseLost: the run exists, and has another owner, is closed, or has other items; or it was deleted or
+                renounced in the last ten minutes.
             RunStoreUnavailable: the outcome is unknown.
             ValueError: there are no items.
         """
@@ -158,7 +159,8 @@ class RunStore(RedisStore):
             retention_s: seconds for which a run that is closed is kept; None: those of the store.
 
         Raises:
-            RunLeaseLost: the run has another owner, is closed, or has other items at these numbers.
+            RunLeaseLost: the run has another owner, is closed, or has other items at these numbers; or it was deleted
+                or renounced in the last ten minutes.
             RunUnknown: Redis has lost the run. The caller has to create it again, with all items.
             RunLogGap: Redis has lost items before ``start``. The caller has to append from ``expected`` on.
             RunStoreUnavailable: the outcome is unknown.
@@ -225,8 +227,9 @@ class RunStore(RedisStore):
         """Undo a `create` that was rejected to the client, also one whose outcome is unknown. Return whether it was
         undone.
 
-        If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
-        and any owner may claim it at once, unless ``although_repeated`` is set.
+        A `create` of this run that reaches Redis in the ten minutes after this call is rejected. If the request came
+        again meanwhile with the same idempotency key, its answer was this run. Then the run stays, and any owner may
+        claim it at once, unless ``although_repeated`` is set.
 
         Raises:
             RunStoreUnavailable: the outcome is unknown.
@@ -347,6 +350,7 @@ class RunStore(RedisStore):
     async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.
 
+        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again.
         Return False if the run is unknown, or is kept.
 
         Args:
@@ -361,17 +365,22 @@ class RunStore(RedisStore):
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
 
-    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> None:
+    async def prolong(self, tenant: str, run_ids: Sequence[str], share: float = 1.0) -> frozenset[str]:
         """Keep closed runs of a tenant as long as if they had been closed now. Others are passed over.
+
+        Return those that are open. They are kept for the retention time from their end on.
 
         Args:
             tenant: the tenant.
             run_ids: the runs.
             share: the time for which they are kept, as a share of the retention time.
         """
+        still_open: set[str] = set()
         for first in range(0, len(run_ids), PROLONGED_AT_ONCE):
             names = map(quoted, run_ids[first : first + PROLONGED_AT_ONCE])
-            await self._call("prolong", [quoted(tenant), int(self._retention_ms * share), *names], int)
+            arguments = [quoted(tenant), int(self._retention_ms * share), *names]
+            still_open.update(map(_plain, await self._call("prolong", arguments, list[bytes])))
+        return frozenset(still_open)
 
     async def evict(self, limit: int) -> int:
         """Delete up to ``limit`` closed runs, those that ended first before others. Return their number.
