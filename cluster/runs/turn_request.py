@@ -55,8 +55,7 @@ def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> Progr
     if isinstance(todo.tool_choice, dict):
         named = todo.tool_choice.get("function", {}).get("name")
         hints = replace(hints, expected_tool=named or hints.expected_tool)
-    own = {"tenant": state.spec.tenant, "program_id": state.spec.program}
-    return replace(identity, **own, hints=hints, last_turn=False)
+    return replace(identity, tenant=state.spec.tenant, program_id=state.spec.program, hints=hints, last_turn=False)
 
 
 def continuation_of(state: RunState) -> Continuation | None:
