@@ -79,11 +79,13 @@ class TurnRecorder:
 
         ``weights`` has the versions of each answer.
         """
+        # This is asked at each output of any answer, so that nothing is packed before the last one has ended.
+        endings = [one.ending for one in self._answers if one.ending and len(one.logprobs) == len(one.token_ids)]
+        if len(endings) < len(self._answers):
+            return None
         answers = []
-        for index, (answer, versions) in enumerate(zip(self._answers, weights, strict=True)):
-            if answer.ending is None or len(answer.logprobs) != len(answer.token_ids):
-                return None
+        for index, (answer, ending, versions) in enumerate(zip(self._answers, endings, weights, strict=True)):
             ids, logprobs = pack_ids(answer.token_ids), pack_logprobs(answer.logprobs)
-            reasons = (answer.ending.finish_reason, answer.ending.stop_reason)
+            reasons = (ending.finish_reason, ending.stop_reason)
             answers.append(AnswerTokens(index, ids, logprobs, *reasons, versions.spans))
         return TurnTokens(pack_ids(self._prompt), tuple(answers))

@@ -19,6 +19,10 @@ from router.settings import EngineSettings
 
 LOOKAHEAD = 8
 """Programs of one tenant, or children of one parent, that are tried for one that fits."""
+TRIES = 4 * LOOKAHEAD
+"""Programs that are tried at a time, about, where more than `TENANTS` tenants wait. Each try costs up to 0.1 ms."""
+TENANTS = 4
+"""As many tenants are all tried each time."""
 RATE_MEMORY_S = 60.0
 """Time constant of the measured admission rate."""
 PRIOR_S = 5.0
@@ -75,9 +79,20 @@ class _Tenant:
     unsheddable: dict[int, Waiter] = field(default_factory=dict)
     """Those that are not sheddable."""
     ranks: list[Rank] = field(default_factory=list)
+    tried: list[int] = field(default_factory=lambda: [0, 0])
+    """The rounds in which its programs were tried last: those that are not sheddable, and the sheddable ones."""
 
     def oldest(self) -> Waiter:
         return next(iter((self.unsheddable or self.waiters).values()))
+
+    def first(self, sheddable: bool) -> Iterator[Waiter]:
+        """Those to try of the sheddable programs, or of the others."""
+        if self.owed >= 1 and bool(self.unsheddable) is not sheddable:
+            yield self.oldest()
+        middle = bisect_left(self.ranks, SHEDDABLE)
+        begin, end = (middle, len(self.ranks)) if sheddable else (0, middle)
+        for *_, number in self.ranks[begin : min(end, begin + LOOKAHEAD)]:
+            yield self.waiters[int(number)]
 
 
 class AdmissionQueue:
@@ -96,6 +111,7 @@ class AdmissionQueue:
         self._tags: dict[str, float] = {}
         self._sheddable: dict[int, Waiter] = {}
         self._reserved: Waiter | None = None
+        self._round = 1
         self._admissions = self._measured_s = self._measured_at_s = 0.0
 
     def __len__(self) -> int:
@@ -209,17 +225,25 @@ class AdmissionQueue:
         """The programs to try for admission: a few of each tenant, those of the least served tenant first.
 
         The sheddable ones of all tenants come last.
+
+        Where many tenants wait, half of `TRIES` goes to the first tenants each time, since room is due to these. The
+        other half goes round: it takes those in the order that were not tried in this round. A program for which a
+        replica is reserved is always tried, because it may keep out all others.
         """
         self._age(now_s)
         tenants = sorted(self._tenants.values(), key=lambda one: (one.served_s, one.oldest().number))
+        kept = None if self._reserved is None else self._tenants[self._reserved.request.tenant]
+        tries = 0
         for sheddable in (False, True):
             for tenant in tenants:
-                if tenant.owed >= 1 and bool(tenant.unsheddable) is not sheddable:
-                    yield tenant.oldest()
-                middle = bisect_left(tenant.ranks, SHEDDABLE)
-                begin, end = (middle, len(tenant.ranks)) if sheddable else (0, middle)
-                for *_, number in tenant.ranks[begin : min(end, begin + LOOKAHEAD)]:
-                    yield tenant.waiters[int(number)]
+                is_first = len(tenants) <= TENANTS or tries < TRIES // 2 or tenant is kept
+                if is_first or (tries < TRIES and tenant.tried[sheddable] < self._round):
+                    tenant.tried[sheddable] = self._round
+                    for waiter in tenant.first(sheddable):
+                        tries += 1
+                        yield waiter
+        if tries < TRIES:  # none is left of this round
+            self._round += 1
 
     def children(self) -> list[tuple[str, list[Waiter]]]:
         """The parents' keys, each with its waiting children in the order of arrival."""
@@ -230,9 +254,10 @@ class AdmissionQueue:
         for parent in parents:
             self._children[parent] = self._children.pop(parent)
 
-    def overdue(self) -> Iterator[Waiter]:
-        """The oldest programs of the tenants that owe them an admission."""
-        return (tenant.oldest() for tenant in self._tenants.values() if tenant.owed >= 1)
+    def is_overdue(self, waiter: Waiter) -> bool:
+        """Whether it waits, is the oldest program of its tenant, and an admission is due to it."""
+        tenant = self._tenants.get(waiter.request.tenant)
+        return tenant is not None and tenant.owed >= 1 and waiter is tenant.oldest()
 
     def reserve(self, waiter: Waiter, replica: str | None) -> None:
         """Reserve the replica for ``waiter``, unless another program has a reservation, or ``waiter`` is sheddable and
@@ -263,7 +288,7 @@ class AdmissionQueue:
                 one.waiters and one.turns == sum(len(w.turns) for w in one.waiters.values())
                 for one in self._tenants.values()
             )
-            or (self._reserved is not None and self._reserved not in self.overdue())
+            or (self._reserved is not None and not self.is_overdue(self._reserved))
         ):
             raise IntegrityError(f"the admission queue does not add up: {self._tenants}, {self._turns}")
 

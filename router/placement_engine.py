@@ -437,7 +437,7 @@ class PlacementEngine:
             self._ready.append((turn_id, go))
 
     def _admit_one(self, now_s: float) -> bool:
-        """Admit the first program that fits; False if none does."""
+        """Admit the first program that fits; False if none of those that are tried now does."""
         candidates = self._state.candidates(now_s)
         fresh = self._state.any_fresh(now_s)
         for waiter in self._queue.in_order(now_s):
@@ -459,7 +459,7 @@ class PlacementEngine:
         """A program that is overdue gets the next room of some replica, however much it needs."""
         if waiter.reserved is not None and any(one.replica == waiter.reserved for one in eligible):
             return
-        if waiter not in self._queue.overdue():
+        if not self._queue.is_overdue(waiter):
             return
         most = max(eligible, key=lambda one: (one.bound_tokens - one.occupied_tokens, one.replica), default=None)
         self._queue.reserve(waiter, None if most is None else most.replica)

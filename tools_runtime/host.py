@@ -207,7 +207,7 @@ OPENING_S = 10.0
 """Longest wait in seconds, from when the configured tools begin to be opened, before the known tools are listed."""
 
 REFRESH_S = 1.0
-"""Longest wait in seconds for a configured server to be reached again, before the known tools are listed."""
+"""Longest wait in seconds, from when a configured server is called again, before the known tools are listed."""
 
 REACH_S = 120.0
 """Seconds after which it is given up to reach such a server, until the tools are listed again."""
@@ -238,6 +238,8 @@ class ToolHost:
         self._observe = observe
         self._longest_listing_s = config.max_request_deadline_s
         self._refreshing: dict[str, asyncio.Task[None]] = {}
+        self._refreshing_from_s: dict[str, float] = {}
+        """When these began, on the clock."""
         self._opening: asyncio.Task[None] | None = None
         self._listed_from_s = 0.0
         """When listings stop waiting for ``_opening``, on the clock."""
@@ -304,15 +306,21 @@ class ToolHost:
     async def _refresh(self) -> None:
         """Connect to configured servers that were not reachable or whose tools have changed.
 
-        It waits for REFRESH_S at most, after OPENING_S at most where the tools are opened for the first time.
+        It waits for REFRESH_S from when each server was called, so that one that hangs delays only the first listings.
+        Before that, it waits for OPENING_S at most where the tools are opened for the first time.
         """
         if self._opening is not None and not self._opening.done():
             await asyncio.wait({self._opening}, timeout=max(0.0, self._listed_from_s - self._clock.now_s()))
         for entry in self._tools.own:
             if entry.name not in self._refreshing:
                 self._refreshing[entry.name] = asyncio.create_task(self._reach(entry))
-        if self._refreshing:
-            await asyncio.wait(self._refreshing.values(), timeout=REFRESH_S)
+                self._refreshing_from_s[entry.name] = self._clock.now_s()
+        await asyncio.gather(*map(self._refreshed, list(self._refreshing)))
+
+    async def _refreshed(self, name: str) -> None:
+        if (task := self._refreshing.get(name)) is not None:
+            rest_s = self._refreshing_from_s[name] + REFRESH_S - self._clock.now_s()
+            await asyncio.wait({task}, timeout=max(0.0, rest_s))
 
     async def _reach(self, entry: Entry) -> None:
         try:
@@ -320,7 +328,7 @@ class ToolHost:
                 async with asyncio.timeout(REACH_S):
                     await entry.kind.tool(entry.name)
         finally:
-            del self._refreshing[entry.name]
+            del self._refreshing[entry.name], self._refreshing_from_s[entry.name]
 
     async def _listed(self, entry: Entry) -> None:
         try:

@@ -101,6 +101,8 @@ class FailoverStream(Generic[Data]):
         """Number of tokens that have been output."""
         self.prompt_tokens: int | None = None
         """Number of prompt tokens of an answer that is no stream, at its end."""
+        self.alone_s: float | None = None
+        """See `cluster.core.slo.TurnRecord.alone_s`."""
         self._over = False
         self.record: TurnTokens | None = None
         """The tokens of the whole turn, at its end, if they are recorded."""
@@ -136,6 +138,8 @@ class FailoverStream(Generic[Data]):
                 self.record = answer.progress.record or self.record
                 self.output_tokens += answer.progress.output_tokens
                 self.prompt_tokens = answer.progress.prompt_tokens
+                alone_s = answer.progress.alone_s
+                self.alone_s = self.alone_s if alone_s is None else alone_s
                 data: Data = answer.data
                 if not data:
                     continue
@@ -144,11 +148,6 @@ class FailoverStream(Generic[Data]):
             self._over = True
             return answer  # type: ignore[return-value]
         raise StopAsyncIteration
-
-    @property
-    def alone_s(self) -> float | None:
-        """See `cluster.core.slo.TurnRecord.alone_s`."""
-        return next((step.alone_s for step in reversed(self._steps) if step.alone_s is not None), None)
 
     def cancel(self) -> None:
         """Stop the replica's work on the answer. A call whose last piece has come is left to end by itself."""

@@ -8,6 +8,7 @@ import pytest
 from cluster.core.stream import Ending
 from cluster.core.turn import pack_ids, unpack_ids
 from cluster.core.turn_tokens import WeightSpan, unpack_logprobs
+from replicas import turn_recorder
 from replicas.resumption import Watch
 from replicas.turn_recorder import TurnRecorder, WeightSpans
 
@@ -49,6 +50,22 @@ def test_the_tokens_of_all_answers(is_delta: bool) -> None:
     assert [unpack_ids(one.token_ids) for one in tokens.answers] == [[7], [8, 9]]
     assert [unpack_logprobs(one.logprobs) for one in tokens.answers] == [[-1.0], [-0.25, -0.5]]
     assert [(one.finish_reason, one.stop_reason) for one in tokens.answers] == [("stop", 7), ("length", None)]
+
+
+def test_no_answer_is_packed_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be packed again at each event of the others."""
+    packed: list[list[int]] = []
+    monkeypatch.setattr(turn_recorder, "pack_ids", lambda ids: packed.append(list(ids)) or pack_ids(ids))
+    recorder = TurnRecorder([1, 2], 2, is_delta=True)
+    versions = [WeightSpans((), 0, "a"), WeightSpans((), 0, "a")]
+    recorder.add(0, [7], logprobs((7, -1.0)), Ending("stop"))
+    for token in range(10):
+        recorder.add(1, [token], logprobs((token, -1.0)), None)
+        assert recorder.tokens(versions) is None
+    assert packed == []
+    recorder.add(1, [10], logprobs((10, -1.0)), Ending("stop"))
+    assert recorder.tokens(versions) is not None
+    assert sorted(packed) == [[*range(11)], [1, 2], [7]]
 
 
 def test_without_all_log_probabilities_there_is_no_record() -> None:

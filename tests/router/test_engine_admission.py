@@ -237,7 +237,7 @@ def test_batch_work_for_which_a_replica_is_kept_keeps_it_from_no_agent(tenant: s
     aged_share=st.sampled_from([0.125, 1.0]),
     steps=st.lists(
         st.tuples(
-            st.integers(0, 12), st.sampled_from([10_000, 95_000]), st.sampled_from("ab"), st.integers(0, 1),
+            st.integers(0, 12), st.sampled_from([10_000, 95_000]), st.sampled_from("abcdefgh"), st.integers(0, 1),
             st.integers(0, 3),
         ),
         max_size=12,

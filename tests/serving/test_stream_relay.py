@@ -99,6 +99,25 @@ async def test_another_replica_goes_on(count: int, end: Exception | None) -> Non
     assert blamed.count == 0
 
 
+@pytest.mark.parametrize("alone_s", [None, 0.5], ids=["never known", "known from the first piece on"])
+async def test_of_each_piece_the_time_that_its_turn_takes_alone_is_read_once(alone_s: float | None) -> None:
+    class Step(Progress, frozen=True):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal read
+            read += name == "alone_s"
+            return super().__getattribute__(name)
+
+    async def attempt(_: Progress | None) -> Call:
+        steps = [Step(1, alone_s=alone_s), *(Step(1) for _ in range(100))]
+        return Call([StreamChunk(step, EVENTS[0]) for step in steps] + [StreamChunk(Step(1), EVENTS[-1])])
+
+    read = 0
+    whole: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_answer, error_map=as_error, blame=Blamed())
+    assert whole.alone_s is None
+    assert [whole.alone_s async for _ in whole] == [alone_s] * 102
+    assert read == 102
+
+
 async def test_of_what_has_told_nothing_all_is_asked_again() -> None:
     replicas = Replicas((0, Death()), (9, None))
     assert await told(relay(replicas)) == EVENTS

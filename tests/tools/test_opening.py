@@ -10,6 +10,7 @@ import ray
 
 from cluster.config.tools import ToolsConfig
 from cluster.core.tools import Outcome, ToolCall
+from tests.tools.scripted import ManualTimers
 from tests.waiting import WITHIN_S, until
 from tools_runtime import actor_process
 from tools_runtime import host as hosting
@@ -71,6 +72,23 @@ async def test_a_listing_waits_for_the_tools_for_a_while_only(
     opening = host.begin()
     assert [offer.name for offer in await asyncio.wait_for(host.offers(), WITHIN_S)] == ["wait"]
     assert not opening.done()
+
+
+async def test_a_listing_waits_for_a_server_that_hangs_until_a_time_from_when_it_was_called(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listings that come later do not begin to wait anew."""
+    monkeypatch.setattr(hosting, "REFRESH_S", 1e6)
+    clock = ManualTimers()
+    host = ToolHost(defined(silent), clock)
+    first = asyncio.create_task(host.offers())
+    await until(lambda: silent.connected >= 3)
+    for waited_s in (1e6 - 0.05, 10.0):
+        clock.advance(waited_s)
+        assert [offer.name for offer in await asyncio.wait_for(host.offers(), WITHIN_S)] == ["wait"]
+    assert not first.done()
+    first.cancel()
+    await asyncio.wait_for(host.aclose(), WITHIN_S)
 
 
 async def test_tools_that_could_not_be_opened_are_opened_again(host: ToolHost, monkeypatch: pytest.MonkeyPatch) -> None:
