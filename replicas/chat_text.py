@@ -86,7 +86,7 @@ class ChatText:
 
     async def examine(self) -> Examined:
         """Return how the model's own template renders the sample conversations."""
-        return await self._in_thread(self._examine) if self._is_text else NOT_TEXT
+        return await self.in_thread(self._examine) if self._is_text else NOT_TEXT
 
     async def rest(self, request: Any, examined: Examined, known: int, known_ids: bytes) -> list[int] | Again:
         """Call `replicas.continuation.rest_of_prompt` for a chat request of vLLM.
@@ -111,7 +111,7 @@ class ChatText:
             return Again.SPECIAL_TOKENS
         if not all(_only_text(message) for message in request.messages):
             return Again.NOT_ONLY_TEXT
-        return await self._in_thread(
+        return await self.in_thread(
             rest_of_prompt,
             lambda messages, generation: self.text(request, messages, generation),
             self._tokens,
@@ -229,7 +229,8 @@ class ChatText:
             except VLLMClientError:
                 return Examined((), ("samples of some hundred tokens, for which this model's context is too short",))
 
-    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call ``function`` in the thread that renders the prompts of this context."""
         # The executor is `RenderThreads` in a replica. No other thread may use the tokenizer: only HfRenderer has a
         # copy of it for each call, and it would make a further copy for a third thread.
         return await asyncio.get_running_loop().run_in_executor(self._renderer._executor, function, *arguments)

@@ -9,10 +9,12 @@ rendered again.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from hashlib import blake2b
+from threading import Lock
 from typing import Any
 
 from cluster.core.turn import pack_ids, unpack_ids
@@ -101,8 +103,10 @@ Encode = Callable[[str], list[int]]
 
 ID_BYTES = len(pack_ids([0]))
 
-HEADS = 32
-"""Number of conversation beginnings whose ids are cached."""
+HEADS = 4096
+"""Number of conversation beginnings whose ids are known by their digests. Each takes some hundred bytes."""
+DIGEST_BYTES = 32
+"""Size of the digests of beginnings and of their ids."""
 
 
 class Again(StrEnum):
@@ -134,16 +138,37 @@ class Tokens:
         self.encode = encode
         self.added = added
         self.stops = stops
-        self._heads = lru_cache(maxsize=HEADS)(lambda text: pack_ids(encode(text)))
+        self._changing_heads = Lock()  # two threads render prompts
+        self._heads: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+        """By the digest of a conversation's first messages: the length and the digest of the packed ids of their head.
+        The one that was used last is the last."""
 
-    def head(self, text: str) -> bytes:
-        """Return the packed ids of a conversation's first messages, up to their last added token.
+    def begins_with_head(self, ids: bytes, text: str) -> bool:
+        """Return whether packed ids begin with those of a conversation's first messages, up to their last added token.
 
-        These ids do not depend on what follows. They are cached, because every turn of a program needs the same ones.
+        These ids do not depend on what follows. What they are is kept, because every turn of a program asks for the
+        same ones.
+
+        Args:
+            ids: the packed ids.
+            text: the first messages.
         """
-        return self._heads(
-            text[: max((text.rfind(token) + len(token) for token in self.added if token in text), default=0)]
-        )
+        key = _digest(text.encode(errors="surrogatepass"))
+        known = self._heads.get(key)
+        if known is None:
+            head = pack_ids(self.encode(self._head(text)))
+            known = (len(head), _digest(head))
+        with self._changing_heads:
+            self._heads[key] = known
+            self._heads.move_to_end(key)
+            if len(self._heads) > HEADS:
+                self._heads.popitem(last=False)
+        length, digest = known
+        return _digest(ids[:length]) == digest
+
+    def _head(self, text: str) -> str:
+        """Return a text up to the end of its last added token."""
+        return text[: max((text.rfind(token) + len(token) for token in self.added if token in text), default=0)]
 
     def first_stop(self, text: str) -> str | None:
         """Return the stop token with which ``text`` begins, or None if there is none."""
@@ -154,6 +179,10 @@ class Tokens:
         """Return the position in ``text`` at which the last stop token begins, or None if there is none."""
         found = [text.rfind(token) for token, number in self.added.items() if number in self.stops]
         return max((position for position in found if position >= 0), default=None)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +227,7 @@ def examine(render: Callable[[Sample, Sequence[Message], bool], str], tokens: To
             before, whole = write(messages[: sample.known], False), write(messages, True)
             closing = _closing_of(before, tokens)
             split = None if closing is None else _split(write, before, whole, messages, sample.known, closing, tokens)
-            head = _head(write, messages, tokens)
+            first = _first(write, messages)
         except CannotRender:
             continue
         ids = tokens.encode(whole)
@@ -206,7 +235,7 @@ def examine(render: Callable[[Sample, Sequence[Message], bool], str], tokens: To
             closing is None
             or split is None
             or tokens.first_stop(whole[split:]) is None
-            or not pack_ids(ids).startswith(head)
+            or not _has_head(pack_ids(ids), first, tokens)
         ):
             faults.append(sample.name)
         elif tokens.encode(whole[:split]) + (_behind(whole[split:], tokens) or []) != ids:
@@ -235,7 +264,7 @@ def rest_of_prompt(
     """
     if not examined.closings:
         return Again.UNSTABLE_TEMPLATE
-    if not known_ids.startswith(_head(render, messages, tokens)):
+    if not _has_head(known_ids, _first(render, messages), tokens):
         return Again.HEAD_CHANGED
     before, whole = render(messages[:known], False), render(messages, True)
     if _leaves_out_reasoning(whole, messages, known):
@@ -255,10 +284,15 @@ def rest_of_prompt(
     return Again.OTHER_STOP if not closing and last_id in tokens.stops else ids
 
 
-def _head(render: Render, messages: Sequence[Message], tokens: Tokens) -> bytes:
-    """Return the packed ids of the messages before the first answer. They are empty if the answer comes first."""
+def _first(render: Render, messages: Sequence[Message]) -> str:
+    """Return the text of the messages before the first answer. It is empty if the answer comes first."""
     first = next((number for number, message in enumerate(messages) if message.get("role") == "assistant"), 0)
-    return tokens.head(render(messages[:first], False)) if first else b""
+    return render(messages[:first], False) if first else ""
+
+
+def _has_head(ids: bytes, first: str, tokens: Tokens) -> bool:
+    """Return whether packed ids begin with the head of the first messages, of which there may be none."""
+    return not first or tokens.begins_with_head(ids, first)
 
 
 def _behind(rest: str, tokens: Tokens) -> list[int] | None:

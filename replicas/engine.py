@@ -119,3 +119,9 @@ class ReplicaEngine(VLLMEngine):
     def chat_renderer(self) -> Any:
         """vLLM's OnlineRenderer, which makes the prompts of chat requests."""
         return self._oai_serving_chat.online_renderer
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether answers may have reasoning: vLLM has a parser of it, or its way of parsing is not known here."""
+        parser = getattr(self._oai_serving_chat, "parser_cls", object)
+        return parser is not None and getattr(parser, "reasoning_parser_cls", object) is not None

@@ -18,6 +18,8 @@ class _Job:
 class FairThreads:
     """Runs jobs in threads, which start with the first job and end with the process. Tenants take turns.
 
+    A spare job runs when no other job waits.
+
     Args:
         threads: number of jobs that run at once.
         name: name of the threads.
@@ -28,10 +30,17 @@ class FairThreads:
         self._name = name
         self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
         """The jobs of each tenant that has any. The first tenant is the next."""
+        self._spare: OrderedDict[str, deque[_Job]] = OrderedDict()
+        """The spare jobs, in the same form."""
         self._news = threading.Condition()
 
     def submit(
-        self, tenant: str, work: Callable[[], Any], is_unwanted: Callable[[], bool] = lambda: False
+        self,
+        tenant: str,
+        work: Callable[[], Any],
+        is_unwanted: Callable[[], bool] = lambda: False,
+        *,
+        is_spare: bool = False,
     ) -> "Future[Any]":
         """Call ``work`` in a thread, when it is the tenant's turn.
 
@@ -41,13 +50,14 @@ class FairThreads:
                 as a panic of a library in Rust, becomes the cause of a RuntimeError.
             is_unwanted: called when the job's turn comes; True cancels it. If it raises, this is the job's exception,
                 and ``work`` is not called. The future can be cancelled until then, too.
+            is_spare: whether it waits for all jobs that are not spare.
         """
         job = _Job(Future(), work, is_unwanted)
         with self._news:
             while self._threads:
                 self._threads -= 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
-            self._jobs.setdefault(tenant, deque()).append(job)
+            (self._spare if is_spare else self._jobs).setdefault(tenant, deque()).append(job)
             self._news.notify()
         return job.future
 
@@ -56,13 +66,14 @@ class FairThreads:
             _run(self._take())
 
     def _take(self) -> _Job:
-        """Wait for a job of the tenant whose turn it is."""
+        """Wait for a job of the tenant whose turn it is. Spare jobs are taken where there are no others."""
         with self._news:
-            self._news.wait_for(lambda: self._jobs)
-            tenant, jobs = self._jobs.popitem(last=False)
+            self._news.wait_for(lambda: self._jobs or self._spare)
+            waiting = self._jobs or self._spare
+            tenant, jobs = waiting.popitem(last=False)
             job = jobs.popleft()
             if jobs:
-                self._jobs[tenant] = jobs
+                waiting[tenant] = jobs
             return job
 
 

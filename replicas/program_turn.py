@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from vllm.exceptions import VLLMClientError
@@ -36,6 +37,7 @@ from replicas.coalescing import Ticks, gather
 from replicas.continuation import Again, Examined
 from replicas.finish_reasons import ended_by_model
 from replicas.fitted_answers import Fitted, fitted
+from replicas.render_threads import VALUE
 from replicas.requests import as_refusal, attach_program, naming_field, of_response, parse_request
 from replicas.resumption import Watch
 
@@ -60,6 +62,8 @@ OURS: Mapping[str, Any] = {
 }
 """Fields that are set here, whatever the caller requested."""
 
+CHARACTER_BYTES = 4
+"""Largest number of bytes of a character."""
 ABORTED = "abort"
 """vLLM's finish reason of a request that was ended by somebody other than its caller."""
 
@@ -190,7 +194,7 @@ class ProgramTurns:
         """
         window = self._text.window
         tight = bounds and self._is_tight(request)
-        counted = tight or (bool(answers) and _size(request) > window // 2)
+        counted = tight or (bool(answers) and may_exceed([request.tools, request.messages], window // 2))
 
         def put(chars: int | None) -> None:
             for place, text in answers.items():
@@ -225,7 +229,7 @@ class ProgramTurns:
         if asked is None or asked >= window:
             return False
         # A short prompt is counted at once, and the tokens of its template are most of it.
-        return bool(asked > window // 2) or _size(request) > window - asked
+        return bool(asked > window // 2) or may_exceed([request.tools, request.messages], window - asked)
 
     async def _prompt(self, request: Any, continuation: Continuation | None, counted: bool) -> Prompt:
         """Make a turn's prompt. If vLLM makes it, it is only ``counted``.
@@ -245,9 +249,28 @@ class ProgramTurns:
         return Prompt(PromptMode.RENDERED_AGAIN, tokens=await self._text.count(request) if counted else 0)
 
 
-def _size(request: Any) -> int:
-    """Return a number that a prompt's tokens rarely exceed: a token has a byte at least, and the template adds few."""
-    return len(json.dumps([request.messages, request.tools], default=str))
+def may_exceed(value: Any, most: int) -> bool:
+    """Return whether a value's texts may have more than ``most`` bytes. Nothing is read after so many.
+
+    A prompt of these texts has hardly more tokens than they have bytes: a token has one at least, and a template adds
+    few.
+    """
+    size, left = 0, [value]
+    while left and size <= most:
+        one = left.pop()
+        if isinstance(one, str):
+            size += len(one) if one.isascii() else CHARACTER_BYTES * len(one)
+        elif isinstance(one, Mapping):
+            size += VALUE * len(one)
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            size += VALUE * len(one)
+            left += one
+        elif isinstance(one, BaseModel):
+            left.append(dict(one))
+        else:
+            size += len(str(one))
+    return size > most
 
 
 def _check_fixed(body: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The threads that render and tokenize prompts: small requests have one of their own, and tenants take turns.
 
-All requests share one where the tokenizer is not made for several threads.
+All requests share one where the tokenizer is not made for several threads. Prompts that no turn waits for, because they
+are rendered ahead, wait for all others.
 
 vLLM has one thread for all, in the order of arrival. A request with very many messages or tools takes it for up to a
 second, and the small requests of all other tenants wait.
@@ -21,6 +22,8 @@ MESSAGE, PART, TOOL, VALUE = 32, 32, 256, 4
 
 _whose: ContextVar[tuple[str, bool]] = ContextVar("whose_prompt", default=("", False))
 """The tenant of the request that is being read, and whether its prompt is large."""
+_is_spare: ContextVar[bool] = ContextVar("is_spare", default=False)
+"""Whether no turn waits for the prompts that are rendered in this context."""
 
 
 class RenderThreads:
@@ -40,18 +43,23 @@ class RenderThreads:
         """Call ``function`` in a thread, for the request of `reading` in this context."""
         tenant, is_large = _whose.get()
         if not is_large:
-            return self._small.submit(tenant, lambda: function(*arguments, **options))
+            return self._small.submit(tenant, lambda: function(*arguments, **options), is_spare=_is_spare.get())
 
         def compute() -> Any:
             with computing():
                 return function(*arguments, **options)
 
-        return self._large.submit(tenant, compute)
+        return self._large.submit(tenant, compute, is_spare=_is_spare.get())
 
 
 def reading(tenant: str, body: Mapping[str, Any]) -> None:
     """Let the prompts that are rendered in this context be those of a request."""
     _whose.set((tenant, is_large(body)))
+
+
+def reading_ahead() -> None:
+    """Let the prompts that are rendered in this context wait for those that turns wait for."""
+    _is_spare.set(True)
 
 
 def is_large(body: Mapping[str, Any]) -> bool:

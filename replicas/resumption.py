@@ -12,6 +12,7 @@ It uses these names of vLLM 0.29 (tests/contracts/test_resumption.py checks what
     GenerateBaseServing.engine_client   replaced by a ContinuedClient
 """
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -44,6 +45,9 @@ Other = TypeVar("Other")
 
 TICKET = "caesura_stream"
 """The key of ``vllm_xargs`` with which a request passes its Watch's name to the engine's client."""
+
+REPLAYED = 32
+"""Number of known outputs that are yielded without a turn of the event loop's other tasks."""
 
 OUR_KEYS = (TICKET, RESUMED_KEY, COMPILED_S_KEY)
 """The keys of vLLM's ``extra_args`` that have a meaning here."""
@@ -273,7 +277,9 @@ class Watch:
 
         known = unpack_ids(so_far.token_ids)
         *spans, last = _spans(unpack_ids(so_far.sizes))
-        for begin, until in spans:
+        for number, (begin, until) in enumerate(spans):
+            if number % REPLAYED == 0:
+                await asyncio.sleep(0)
             yield output_of(known[begin:until], None, logprobs.known(begin, until) if logprobs else None)
         if so_far.ending is not None:
             self.endings[0] = so_far.ending

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from cluster.core.errors import ControlError
-from cluster.core.turn import pack_ids
 from replicas.chat_text import ChatText
 from replicas.continuation import Examined
-from replicas.early_prompt import SIGN, common
+from replicas.early_prompt import SIGN, beginning
+from replicas.render_threads import reading_ahead
 from replicas.requests import parse_request
 
 logger = logging.getLogger("ray.serve")
@@ -88,15 +88,23 @@ class RewrittenAhead:
         examined: how this model's template renders the sample conversations.
         extend: runs the scheduler's operation `extend`.
         enabled: whether it is wanted.
+        may_reason: whether answers may have reasoning. Where they have none and the template does not render the
+            history again, each next prompt extends its context, and no answer is collected.
     """
 
     def __init__(
-        self, text: ChatText, examined: Examined, extend: Callable[..., Awaitable[dict[str, Any]]], *, enabled: bool
+        self,
+        text: ChatText,
+        examined: Examined,
+        extend: Callable[..., Awaitable[dict[str, Any]]],
+        *,
+        enabled: bool,
+        may_reason: bool = True,
     ) -> None:
         self._text = text
         self._renders_again = not examined.stable
         self._extend = extend
-        self._enabled = enabled
+        self._enabled = enabled and (may_reason or self._renders_again)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, method: str, key: str | None, *, resumed: bool = False) -> AnswerSoFar | None:
@@ -120,9 +128,11 @@ class RewrittenAhead:
         await asyncio.gather(*self._tasks)
 
     async def _send(self, key: str, body: Mapping[str, Any], answer: AnswerSoFar) -> None:
+        reading_ahead()
         try:
             one, other = [await self._ids(body, answer.messages(tail)) for tail in TAILS]
-            await self._extend(key=key, at=0, ids=pack_ids(one[: common(one, other)]), rewrites=True)
+            ids = await self._text.in_thread(beginning, one, other)
+            await self._extend(key=key, at=0, ids=ids, rewrites=True)
         except ControlError as error:
             logger.debug("the next prompt of %s is not computed ahead: %s", key, error)
         except Exception as error:  # noqa: BLE001 - a prompt that cannot be rendered is refused when it comes

@@ -143,7 +143,8 @@ class ProgramServer(LLMServer):
         extend = partial(self._channel.call, "extend")
         self._early_prompts = EarlyPrompts(self._text, self._turns.examined, extend)
         wanted = self._config.replicas.rewrite_ahead
-        self._ahead = RewrittenAhead(self._text, self._turns.examined, extend, enabled=wanted)
+        may_reason = self.engine.may_reason
+        self._ahead = RewrittenAhead(self._text, self._turns.examined, extend, enabled=wanted, may_reason=may_reason)
         await self._warm_up()
         self._weights.open(self.engine, self._channel.call, self.engine.streams)
         await self._weights.catch_up(self._weights_store)

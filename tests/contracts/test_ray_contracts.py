@@ -28,8 +28,10 @@ from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, Depl
 from ray.serve.llm import LLMConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatus
 from transformers import PretrainedConfig
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize import api_router as tokenize_router
+from vllm.parser.parser_manager import ParserManager
 
 from cluster.proxy.middleware import IMPORT_PATH, middlewares
 from replicas.engine import ReplicaEngine
@@ -141,6 +143,19 @@ def test_the_server_is_constructed_and_started_as_we_override_it() -> None:
         assert inspect.iscoroutinefunction(getattr(LLMServer, name))
     assert issubclass(ProgramServer, LLMServer)
     assert issubclass(ReplicaEngine, VLLMEngine)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "may_reason"), [(None, None, False), ("hermes", None, False), ("hermes", "qwen3", True)]
+)
+def test_the_parser_of_answers_says_whether_they_may_have_reasoning(
+    tools: str | None, reasoning: str | None, may_reason: bool
+) -> None:
+    engine = ReplicaEngine.__new__(ReplicaEngine)
+    parser = ParserManager.get_parser(tools, reasoning, enable_auto_tools=True)
+    engine._oai_serving_chat = SimpleNamespace(parser_cls=parser)
+    assert engine.may_reason is may_reason
+    assert "self.parser_cls = ParserManager.get_parser(" in inspect.getsource(OpenAIServingChat.__init__)
 
 
 async def test_a_server_starts_its_engine_when_it_is_made(config: LLMConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import replicas.tiny
 from cluster.core.errors import BadRequest
 from cluster.core.turn import pack_ids
 from replicas.chat_text import ChatText
-from replicas.continuation import TOOLS, Again, Tokens, examine, rest_of_prompt
+from replicas.continuation import TOOLS, Again, Examined, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
 from replicas.tiny.model import END
 from replicas.unseen_images import UNSEEN
@@ -331,3 +332,42 @@ async def test_a_model_that_may_not_see_reads_no_images(style: Callable[[str], S
 async def test_a_conversation_that_the_template_refuses_is_a_refusal(style: Callable[[str], Style]) -> None:
     with pytest.raises((ValueError, VLLMClientError), match="no system role"):
         await style("instructions").rest([{"role": "system", "content": "Be nice."}, asked(), said(), asked()], 3)
+
+
+class Searched(dict[str, int]):
+    """Added tokens, with the number of times that all of them were looked for in a text."""
+
+    searches = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.searches += 1
+        return super().__iter__()
+
+
+def test_the_first_messages_of_many_programs_are_encoded_once_each() -> None:
+    """Programs take turns, so that each comes back after all the others."""
+    programs, encoded = 100, list[str]()
+    added = Searched({"<end>": 1, "<u>": 2, "<a>": 3, "<t>": 4})
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        parts = re.split("(<[a-z]+>)", text)
+        return [added[part] if part in added else len(added) + ord(part[-1]) for part in parts if part]
+
+    def render(messages: Sequence[Any], generation: bool) -> str:
+        return "".join(f"<{one['role'][0]}>{one['content']}<end>" for one in messages) + "<a>" * generation
+
+    tokens = Tokens(encode, added, frozenset({1}))
+    known = [[asked(f"question {number}"), said("answer")] for number in range(programs)]
+    ids = [pack_ids(encode(render(messages, False))) for messages in known]
+    encoded.clear()
+    for _ in range(3):
+        for messages, before in zip(known, ids, strict=True):
+            rest = rest_of_prompt(render, tokens, Examined(("<end>",), ()), [*messages, told("yes")], 2, before)
+            assert rest == encode("<t>yes<end><a>")
+    heads = [text for text in encoded if text.startswith("<u>")]
+    assert len(heads) == len(set(heads)) == programs
+    assert added.searches == programs
+    other = [asked("another"), *known[0][1:], told("yes")]
+    assert rest_of_prompt(render, tokens, Examined(("<end>",), ()), other, 2, ids[0]) is Again.HEAD_CHANGED
+    assert rest_of_prompt(render, tokens, Examined(("<end>",), ()), other[:2], 2, pack_ids([2])) is Again.HEAD_CHANGED

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.early_prompt import LONGEST_WORD, common, settled
+from replicas.early_prompt import LONGEST_WORD, SLICE, common, settled
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,11 @@ def test_the_common_beginning() -> None:
         0,
         1,
     ]
+
+
+@pytest.mark.parametrize("differs", [0, 1, SLICE - 1, SLICE, SLICE + 1, 3 * SLICE - 1, 3 * SLICE, 3 * SLICE + 5])
+def test_a_long_common_beginning_ends_at_the_first_difference_or_with_the_shorter_list(differs: int) -> None:
+    ids = list(range(4 * SLICE + 7))
+    assert common(ids, [*ids[:differs], -1, *ids[differs + 1 :]]) == differs
+    assert common(ids[:differs], ids) == common(ids, ids[:differs]) == differs
+    assert common(ids, list(ids)) == len(ids)

@@ -1,5 +1,7 @@
 """What the threads of a replica do with jobs that fail in unusual ways."""
 
+import threading
+
 import pytest
 
 from replicas.fair_threads import FairThreads
@@ -52,3 +54,17 @@ def test_an_unwanted_job_is_cancelled() -> None:
     unwanted = threads.submit("t", no, lambda: True)
     assert threads.submit("t", lambda: 3).result(TIMEOUT_S) == 3
     assert unwanted.cancelled()
+
+
+def test_spare_jobs_wait_for_all_others_and_their_tenants_take_turns() -> None:
+    threads, begin, done = FairThreads(1), threading.Event(), list[str]()
+    busy = threads.submit("a", lambda: begin.wait(TIMEOUT_S))
+    for tenant in ("a", "a", "b"):
+        threads.submit(tenant, lambda tenant=tenant: done.append(f"spare {tenant}"), is_spare=True)  # type: ignore[misc]
+    for tenant in ("b", "b", "c"):
+        threads.submit(tenant, lambda tenant=tenant: done.append(tenant))  # type: ignore[misc]
+    last = threads.submit("a", lambda: done.append("spare a"), is_spare=True)
+    begin.set()
+    assert busy.result(TIMEOUT_S)
+    last.result(TIMEOUT_S)
+    assert done == ["b", "c", "b", "spare a", "spare b", "spare a", "spare a"]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from cluster.core.errors import ControlTimeout
 from cluster.core.turn import unpack_ids
 from replicas.continuation import Examined
-from replicas.rewritten_ahead import AnswerSoFar, RewrittenAhead
+from replicas.render_threads import RenderThreads
+from replicas.rewritten_ahead import MAX_RENDERING, TAILS, AnswerSoFar, RewrittenAhead
 
 STABLE, RENDERS_AGAIN = Examined(("<end>",), ()), Examined((), ("tools",))
+TIMEOUT_S = 20
 BODY = {"model": "m", "messages": [{"role": "user", "content": "List the files."}]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
 
@@ -68,7 +72,31 @@ class Text:
         pass
 
     async def prompt_ids(self, request: Any) -> list[int]:
+        return self.ids(request)
+
+    def ids(self, request: Any) -> list[int]:
         return [ord(letter) for message in request.messages for letter in f"{message['role'][0]}{message['content']}"]
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+class TextInThreads(Text):
+    """Renders in the threads of a replica, and notes what they do, in order."""
+
+    def __init__(self) -> None:
+        self.threads = RenderThreads()
+        self.done: list[str] = []
+
+    async def prompt_ids(self, request: Any) -> list[int]:
+        return await self.in_thread(self.ids, request)
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        def noted() -> Any:
+            self.done.append("ahead")
+            return function(*arguments)
+
+        return await asyncio.wrap_future(self.threads.submit(noted))
 
 
 class Scheduler:
@@ -115,6 +143,22 @@ def test_it_is_not_rendered_where_it_extends_the_context() -> None:
     assert sent(AnswerSoFar(), RENDERS_AGAIN) == [], "a turn without an answer"
 
 
+async def test_a_turn_does_not_wait_for_prompts_that_are_rendered_ahead() -> None:
+    text, scheduler, begin = TextInThreads(), Scheduler(), threading.Event()
+    ahead = RewrittenAhead(text, STABLE, scheduler.extend, enabled=True)  # type: ignore[arg-type]
+    busy = text.threads.submit(begin.wait, TIMEOUT_S)
+    for number in range(MAX_RENDERING):
+        ahead.turn_ended(f"a/p{number}", BODY, streamed())
+    await asyncio.sleep(0)  # each has asked for its first prompt
+    turn = text.threads.submit(text.done.append, "turn")
+    begin.set()
+    assert await asyncio.wrap_future(busy)
+    await asyncio.wrap_future(turn)
+    await ahead.idle()
+    assert text.done == ["turn"] + ["ahead"] * MAX_RENDERING * (len(TAILS) + 1), "the prompts and their comparison"
+    assert len(scheduler.sent) == MAX_RENDERING
+
+
 def test_a_scheduler_that_does_not_answer_does_no_harm() -> None:
     assert len(sent(streamed(), STABLE, error=ControlTimeout("no answer"))) == 1
 
@@ -131,6 +175,17 @@ def test_a_scheduler_that_does_not_answer_does_no_harm() -> None:
 def test_only_turns_of_programs_are_watched(enabled: bool, method: str, key: str | None, watched: bool) -> None:
     ahead = RewrittenAhead(Text(), STABLE, Scheduler().extend, enabled=enabled)  # type: ignore[arg-type]
     assert (ahead.watch(method, key) is not None) is watched
+
+
+@pytest.mark.parametrize(
+    ("examined", "may_reason", "watched"),
+    [(STABLE, False, False), (STABLE, True, True), (RENDERS_AGAIN, False, True), (RENDERS_AGAIN, True, True)],
+)
+def test_no_answer_is_collected_where_each_prompt_extends_its_context(
+    examined: Examined, may_reason: bool, watched: bool
+) -> None:
+    ahead = RewrittenAhead(Text(), examined, Scheduler().extend, enabled=True, may_reason=may_reason)  # type: ignore[arg-type]
+    assert (ahead.watch("chat", "a/p") is not None) is watched
 
 
 def test_an_answer_that_began_on_another_replica_is_not_watched() -> None:
