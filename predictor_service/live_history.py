@@ -5,6 +5,7 @@ tool, its duration and its result known. The module is pure: every method is giv
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from cluster.core.program import KEY_MARK, USER_REPLY, without_class
@@ -173,15 +174,16 @@ class LiveHistory:
         """End a program whose last turn was served here, and return its last observations."""
         return self._over(key, declared=True)
 
-    def sweep(self, now_s: float) -> list[Observation]:
-        """Forget the programs that have been idle for too long, and return what their ends teach."""
-        news: list[Observation] = []
+    def sweep(self, now_s: float) -> Iterator[list[Observation]]:
+        """Forget the programs that have been idle for too long, one at each step, and yield what its end teaches.
+
+        Turns may arrive and end between two steps.
+        """
         for key, program in list(self._programs.items()):
             if now_s - program.seen_s < self._idle_s:
                 break
-            if not program.open:
-                news += self._over(key)
-        return news
+            if not program.open and self._programs.get(key) is program:
+                yield self._over(key)
 
     def _context(self, program: _Program, turn: Arrived) -> TurnContext:
         request = turn.shown

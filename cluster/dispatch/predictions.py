@@ -255,7 +255,9 @@ class Predictions:
     async def _sweep_for_ever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self.learn(self.history.sweep(self._clock.now_s()))
+            for news in self.history.sweep(self._clock.now_s()):
+                self.learn(news)
+                await asyncio.sleep(0)  # a program takes milliseconds to learn, and many may end in one second
             self._metrics.record(self._client.counters, self._errors)
 
 

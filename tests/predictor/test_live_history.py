@@ -1,5 +1,6 @@
 """Timelines of programs as a door sees them: given these turns, expect these contexts and this to be learnt."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -116,9 +117,22 @@ def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_i
         door.turn(arrives([USER], key=key), number, number + 0.5, output=1)
     assert len(door.of(ProgramSeen)) == 1
     assert len(door.history.program_ended("t/b")) == 2
-    assert door.history.sweep(50.0) == []
-    assert len(door.history.sweep(200.0)) == 2
+    assert list(door.history.sweep(50.0)) == []
+    assert [len(news) for news in door.history.sweep(200.0)] == [2]
     assert len(door.history) == 0
+
+
+def test_a_program_that_has_a_turn_during_a_sweep_goes_on() -> None:
+    door = Door(idle_s=100.0)
+    for key in ("t/a", "t/b", "t/c"):
+        door.turn(arrives([USER], key=key), 0.0, 1.0, output=1)
+    sweep = door.history.sweep(200.0)
+    assert len(next(sweep)) == 2
+    door.turn(arrives([USER], key="t/b"), 200.0, 201.0, output=1)
+    assert list(sweep) == []
+    assert len(door.history) == 2
+    assert [len(news) for news in door.history.sweep(202.0)] == [2], "the sweep after it finds the last one"
+    assert len(door.history) == 1
 
 
 def test_where_other_processes_serve_turns_an_idle_program_teaches_no_end() -> None:
@@ -126,7 +140,7 @@ def test_where_other_processes_serve_turns_an_idle_program_teaches_no_end() -> N
     door = Door(max_programs=1, idle_s=100.0, alone=False)
     for key in ("t/a", "t/b"):
         door.turn(arrives([USER], key=key), 0.0, 1.0, output=7)
-    assert door.history.sweep(200.0) == door.seen == []
+    assert [*chain(*door.history.sweep(200.0))] == door.seen == []
     assert len(door.history) == 0
 
 
@@ -244,7 +258,7 @@ def test_a_program_whose_last_turn_failed_may_have_had_more_work() -> None:
     door = Door()
     door.turn(arrives([USER]), 0.0, 1.0, output=7)
     door.turn(arrives(LOOKED), 2.0, 3.0, output=None)
-    door.seen += door.history.sweep(2000.0)
+    door.seen += chain(*door.history.sweep(2000.0))
     assert len(door.history) == 0
     assert [(one.outcome.tool, one.outcome.last) for one in door.of(TurnSeen)] == [("look", False)]
     assert door.of(ProgramSeen) == []

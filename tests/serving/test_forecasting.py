@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ async def test_a_program_ends_with_a_turn_that_is_refused_and_not_with_one_that_
     """A prompt that is too long ends its program. A failure hides the work that was left."""
     await door.turn(PROGRAM, FIRST, stream(40))
     await door.turn(PROGRAM, SECOND, Pieces(HttpError("no", status=status)))
-    seen: list[Observation] = door.predictions.history.sweep(1000.0)
+    seen: list[Observation] = [*chain(*door.predictions.history.sweep(1000.0))]
     assert [type(one) for one in seen] == [ProgramSeen] * learnt
 
 
@@ -220,7 +221,7 @@ async def test_that_an_idle_program_has_ended_is_known_to_a_single_ingress_only(
     made = predictions(config, ManualClock(), "ingress", None)
     assert isinstance(made, Predictions)
     made.turn(PROGRAM, FIRST, 9).over(output_tokens=40)
-    assert len(made.history.sweep(config.limits.program_ttl_s + 1.0)) == learnt
+    assert len([*chain(*made.history.sweep(config.limits.program_ttl_s + 1.0))]) == learnt
     await made.aclose()
 
 
@@ -242,6 +243,24 @@ async def test_a_bug_of_ours_costs_a_forecast_and_no_turn(door: Door, monkeypatc
     monkeypatch.setattr(door.predictions.history, "arrived", broken)
     assert (await door.turn(PROGRAM, FIRST, answer(40))).forecast is None
     assert door.predictions.unread == 2
+
+
+async def test_between_programs_that_ended_together_other_work_is_done(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.dispatch.predictions.SWEEP_S", 0.0)
+    order: list[str] = []
+    for number in range(5):
+        await door.turn(ProgramIdentity(f"p{number}"), FIRST, stream(1))
+    door.clock.advance(1000.0)
+    monkeypatch.setattr(door.client, "observe", lambda news: order.append("learnt"))
+    door.predictions.open()
+    async with asyncio.timeout(20):
+        while order.count("learnt") < 5:
+            await asyncio.sleep(0)
+            order.append("other")
+    assert ["learnt", "learnt"] not in [order[n : n + 2] for n in range(len(order))]
+    await door.predictions.aclose()
 
 
 async def test_a_sweep_that_fails_once_goes_on(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
