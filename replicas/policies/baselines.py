@@ -73,7 +73,7 @@ class VllmParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return arrival order, no holds, and full steps: what vLLM does by itself."""
         return Policy("vllm", ArrivalOrder(), NoHold(), FullBudget(), meets_requests=False)
 
 
@@ -89,7 +89,7 @@ class PlasParameters(BaseModel):
     """Number of levels. A program that has received more service stays in the last one."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order of least attained service (PLAS), no holds, and full steps."""
         return Policy(
             "plas", AttainedService(self.quantum_tokens, self.levels), NoHold(), FullBudget(), meets_requests=False
         )

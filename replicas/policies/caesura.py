@@ -99,7 +99,7 @@ class CaesuraParameters(BaseModel):
     """Minimum number of prompt tokens that a step may compute, however slow the steps are."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order by value per work, with holds that stop when they cost more than they save."""
         order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)

@@ -67,7 +67,7 @@ class ContinuumParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order of program arrival, with holds for a time to live (section 4.3; simplified: 4.5)."""
         pause = SimplifiedTimeToLive(self) if self.simplified else TimeToLive(self)
         return Policy("continuum", ProgramArrivalOrder(), pause, FullBudget())
 
@@ -190,7 +190,7 @@ class ContinuumCostParameters(BaseModel):
     does not correlate with what it has left. null: it is learnt from the programs that have ended, and 1 until then."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order of program arrival, with holds by expected gain minus cost (later version)."""
         return Policy("continuum2", ProgramArrivalOrder(), CostBenefit(self), FullBudget())
 
 

@@ -56,7 +56,7 @@ class InferceptParameters(BaseModel):
     (0.7 s at most) and its interactive ones (17 s or more)."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order of first arrival, and at each pause the least waste or the fixed handling."""
         judge: Judge = MinWaste(self.estimate, self.swap_out_share, self.cache_aware, self.saturation_tokens)
         if self.handling != "least_waste":
             judge = Fixed(self.handling, self.short_s, judge)

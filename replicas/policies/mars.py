@@ -36,7 +36,7 @@ class LampsParameters(BaseModel):
     context counts, as in the papers."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order by memory over time until the next call has been handled (LAMPS)."""
         return self._policy("lamps", remaining=False)
 
     def _policy(self, name: str, remaining: bool) -> Policy:
@@ -67,7 +67,7 @@ class MarsParameters(LampsParameters):
     """Parameters of the policy `mars`."""
 
     def build(self) -> Policy:
-        """Build the policy."""
+        """Return the order of `lamps`, over all that the program has left (MARS)."""
         return self._policy("mars", remaining=True)
 
 
