@@ -67,7 +67,7 @@ class MarsParameters(LampsParameters):
     """Parameters of the policy `mars`."""
 
     def build(self) -> Policy:
-        """Return the order of `lamps`, over all that the program has left (MARS)."""
+        """Return the order of `lamps` by the remaining work alone (MARS)."""
         return self._policy("mars", remaining=True)
 
 
