@@ -152,6 +152,7 @@ seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
 - {name: RAY_enable_worker_prestart, value: "0"}
 - {name: RAY_prestart_worker_first_driver, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
 - {name: MALLOC_ARENA_MAX, value: "2"}
 - {name: RAY_JEMALLOC_LIB_PATH, value: ""}
 - {name: RAY_task_events_report_interval_ms, value: "0"}
