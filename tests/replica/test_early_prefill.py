@@ -366,6 +366,9 @@ class Drafting(AgentScheduler):
     def use_eagle(self, value: bool) -> None:
         """vLLM sets what its configuration has."""
 
+    use_eagle_block_drop = use_eagle
+    """Newer versions of vLLM give this to the KV cache: there are such drafters without it."""
+
 
 @SYNC_AND_ASYNC
 def test_with_a_drafter_nothing_is_computed_early(paused: Make, asynchronous: bool) -> None:
