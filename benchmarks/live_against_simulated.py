@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ if not {"gpu", "--accelerator=gpu"} & {*sys.argv}:  # as a replica on a CPU; bef
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from benchmarks.random_model import write_model
 from benchmarks.results import save
 from cluster.app import engine_kwargs, model_source
 from cluster.config.schema import CaesuraConfig, PolicyConfig
@@ -44,13 +44,10 @@ from cluster.offline.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
 from replicas.profile import ProfilePlan, profile_engine
 from replicas.scheduler import AgentScheduler
-from replicas.tiny.model import tiny_model_directory
 from replicas.virtual_engine import Shape
 from replicas.virtual_replica import VirtualReplica
 
 POLICIES = ("vllm", "continuum", "augserve", "caesura")
-LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
-"""What is larger than in the built-in model."""
 SHAPE = Shape(num_blocks=201, block_size=32, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=4096)
 """Memory for 6,400 tokens: programs compete for it."""
 SLO_TTFT_S = 1.0
@@ -134,13 +131,6 @@ class Side:
             {key: summary.distributions[key].mean for key in KEYS},
             [(s.goodput.programs_per_s, s.distributions[COMPLETION].mean) for s in by_block(result, summary.policy)],
         )
-
-
-def write_model(directory: Path) -> None:
-    """The built-in model's tokenizer with a larger configuration; vLLM makes up the weights (`load_format: dummy`)."""
-    shutil.copytree(tiny_model_directory(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | LARGER))
 
 
 def config_of(replica: Replica, blocks: int, cost_model: Path | None = None) -> CaesuraConfig:

@@ -26,7 +26,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, config_of, write_model
+from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, config_of
+from benchmarks.random_model import write_model
 from benchmarks.results import save
 from benchmarks.router_rows import cell
 from benchmarks.served import serve, served

@@ -29,8 +29,9 @@ from typing import Any
 import httpx
 
 from benchmarks import peer_packages
-from benchmarks.live_against_simulated import SHAPE, Replica, StreamChunk, profiled, write_model
+from benchmarks.live_against_simulated import SHAPE, Replica, StreamChunk, profiled
 from benchmarks.live_routers import REPLICAS, add_options, measures_of, print_rows, settings_of
+from benchmarks.random_model import write_model
 from benchmarks.results import save
 from benchmarks.served import foreign_server, served
 from cluster.local.ports import free_ports
