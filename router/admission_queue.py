@@ -112,6 +112,7 @@ class AdmissionQueue:
         self._sheddable: dict[int, Waiter] = {}
         self._reserved: Waiter | None = None
         self._round = 1
+        self._has_admitted = False
         self._admissions = self._measured_s = self._measured_at_s = 0.0
 
     def __len__(self) -> int:
@@ -201,7 +202,17 @@ class AdmissionQueue:
         tenant.served_s += waiter.work_s / tenant.weight
         self._measure(now_s)
         self._admissions += 1
+        self._has_admitted = True
         return self.drop(waiter)
+
+    def room_grew(self) -> None:
+        """A program has ended: its room is due to the first tenants, whoever was tried while there was none.
+
+        If nothing was admitted since the last time, the round goes on: what waits first does not fit, and what waits
+        last would never be tried.
+        """
+        self._round += self._has_admitted
+        self._has_admitted = False
 
     def drop(self, waiter: Waiter) -> dict[str, TurnRequest]:
         """The program no longer waits, without an admission by this queue. Returns its turns."""
@@ -227,8 +238,8 @@ class AdmissionQueue:
         The sheddable ones of all tenants come last.
 
         Where many tenants wait, half of `TRIES` goes to the first tenants each time, since room is due to these. The
-        other half goes round: it takes those in the order that were not tried in this round. A program for which a
-        replica is reserved is always tried, because it may keep out all others.
+        other half goes round: it takes those in the order that were not tried in this round (`room_grew` begins a new
+        one). A program for which a replica is reserved is always tried, because it may keep out all others.
         """
         self._age(now_s)
         tenants = sorted(self._tenants.values(), key=lambda one: (one.served_s, one.oldest().number))

@@ -146,6 +146,7 @@ class PlacementEngine:
         """The program has ended."""
         self._time(now_s)
         self._state.forget(key)
+        self._queue.room_grew()
 
     @property
     def waiting(self) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from router.admission_queue import LOOKAHEAD, TENANTS, TRIES
-from router.decisions import Refuse, Refused, Wait
+from router.decisions import Go, Refuse, Refused, Wait
 from router.placement_policy import PlacementPolicy
-from tests.router.test_engine_admission import Site
+from tests.router.test_engine_admission import HALF, Site
 
 Tried = list[tuple[str, str]]
 """The tenant and the key of each program for which a replica was looked for."""
@@ -107,6 +107,40 @@ def test_of_many_tenants_the_least_served_gets_the_room_whoever_was_tried_before
         site.end(next(iter(site.living)))
         assert len(site.admit()) == 1
     assert Counter(key.split(".")[0] for key in site.order) == {f"t{number}": 5 for number in range(19)} | {"t19": 15}
+
+
+def test_programs_that_do_not_fit_do_not_change_the_shares_of_the_tenants_after_them() -> None:
+    """Two tenants' programs are too large. In between, looks without room go on to tenants that were served more."""
+    site = Site(stale_s=1e6, max_wait_s=1e9, aged_share=1e-9, tenant_weights={"t17": 3.0})
+    site.come("x", tenant="runs"), site.come("y", tenant="runs")
+    for number in range(20):
+        for tenant in ("big0", "big1"):
+            assert site.come(f"{tenant}.{number}", 150_000, tenant=tenant) == Wait()
+        for other in range(18):
+            assert site.come(f"t{other}.{number}", tenant=f"t{other}") == Wait()
+    for _ in range(5 * 20):
+        for _ in range(3):
+            assert site.admit() == []
+        site.now_s += 1.0
+        site.end(next(iter(site.living)))
+        assert len(site.admit()) == 1
+    assert Counter(key.split(".")[0] for key in site.order) == {f"t{number}": 5 for number in range(17)} | {"t17": 15}
+
+
+def test_a_program_that_fits_is_found_behind_many_tenants_whose_programs_do_not() -> None:
+    """Also if programs end before all tenants were tried."""
+    site = Site(stale_s=1e6, max_wait_s=1e9, aged_share=1e-9)
+    living = [f"small{number}" for number in range(16)]
+    for key in living:
+        assert isinstance(site.come(key, HALF // 8, tenant="runs"), Go)
+    for number in range(LOOKAHEAD):
+        for tenant in range(20):
+            assert site.come(f"big{tenant}.{number}", 2 * HALF, tenant=f"big{tenant}") == Wait()
+    assert site.come("last", HALF // 8, tenant="last") == Wait()
+    for key in living[:12]:
+        site.end(key)
+        site.admit()
+    assert site.order == ["last"]
 
 
 def test_of_many_tenants_batch_work_is_tried_after_the_programs_of_all(tried: Tried) -> None:
