@@ -64,6 +64,8 @@ OURS: Mapping[str, Any] = {
 
 CHARACTER_BYTES = 4
 """Largest number of bytes of a character."""
+MEDIA = frozenset({"image_url", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds", "video_url"})
+"""Keys of the parts of a message whose tokens do not depend on the length of their text."""
 ABORTED = "abort"
 """vLLM's finish reason of a request that was ended by somebody other than its caller."""
 
@@ -148,7 +150,8 @@ class ProgramTurns:
             continuation: ids of the first messages. None on the program's first turn.
             watch: sees the engine's outputs, and knows how far the turn has come on another replica.
             answers: places of the messages that are shortened if the prompt does not fit. Their content is text. None:
-                the turn is no run's, and its client's bound of output is not lowered to fit beside the prompt.
+                the turn is no run's, and its client's bound of output is not lowered to fit beside the prompt. One that
+                is as large as the window is left out.
 
         Raises:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
@@ -253,7 +256,7 @@ def may_exceed(value: Any, most: int) -> bool:
     """Return whether a value's texts may have more than ``most`` bytes. Nothing is read after so many.
 
     A prompt of these texts has hardly more tokens than they have bytes: a token has one at least, and a template adds
-    few.
+    few. Images and other media may have any number of tokens.
     """
     size, left = 0, [value]
     while left and size <= most:
@@ -261,6 +264,8 @@ def may_exceed(value: Any, most: int) -> bool:
         if isinstance(one, str):
             size += len(one) if one.isascii() else CHARACTER_BYTES * len(one)
         elif isinstance(one, Mapping):
+            if not MEDIA.isdisjoint(one):
+                return True
             size += VALUE * len(one)
             left += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple):

@@ -64,7 +64,7 @@ from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
 from replicas.leaving import USAGE_S, begin_leaving, until_written, written
 from replicas.program_turn import ProgramTurns
-from replicas.render_threads import reading
+from replicas.render_threads import reading, reading_ahead
 from replicas.requests import (
     as_refusal,
     attach_program,
@@ -356,6 +356,7 @@ class ProgramServer(LLMServer):
         """
         try:
             reading(tenant_of(key), body)
+            reading_ahead()
             return await self._early_prompts.send(key, body, continuation), None
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             return None, naming_field(as_refusal(error), body)

@@ -14,7 +14,9 @@ def template_settings(effort: str | None, given: Mapping[str, Any] | None) -> di
 
     Args:
         effort: the `reasoning_effort`.
-        given: the `chat_template_kwargs`, which are not changed.
+        given: the `chat_template_kwargs`, which are not changed. Their `enable_thinking` stays. The effort is stronger
+            than theirs.
     """
-    made = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return {**made, **(given or {})}
+    if effort is None:
+        return dict(given or {})
+    return {"enable_thinking": effort != "none", **(given or {}), "reasoning_effort": effort}

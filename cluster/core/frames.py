@@ -50,7 +50,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     """The token ids from which a turn of a run continues. None: its prompt is rendered from the messages."""
     answers: tuple[int, ...] | None = None
     """Places of the messages that may be shortened if the prompt does not fit: answers of the cluster's tools. None: it
-    is no turn of a run, and its bound of output is its client's own."""
+    is no turn of a run, and its bound of output is its client's own, unless that is as large as the window."""
     record: bool = False
     """Whether the last piece's progress has the tokens of the whole turn."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import time
 from typing import Any, Literal
 from uuid import uuid4
@@ -127,7 +127,7 @@ class Conversations:
             still_open = await self._responses.prolong([*filter(None, names)], tenant, 1 + RENEWED_SHARE)
             # One that has not ended, and those after it, are renewed at the next use.
             renewed = next((place for place, response in enumerate(names) if response in still_open), len(new))
-            async with _answering():
+            with suppress(StoreUnavailable):  # they are renewed at the next use
                 await self._store.renewed(tenant, name, found.renewed + renewed, is_all=not found.renewed)
         return found
 

@@ -95,9 +95,11 @@ function operations.load()
   return answer
 end
 
--- ARGV: number of leading entries whose responses are renewed now, 1 if all of these were renewed at this time.
+-- ARGV: number of leading entries whose responses are renewed now, 1 if all of these were renewed at this time. Redis refuses a script
+-- without memory at its first write, if that needs memory: the first one needs none, so that a full store can still be read.
 function operations.renewed()
   if not known() then return {'unknown'} end
+  redis.call('PEXPIRE', record, expiry_ms)
   redis.call('HSET', record, 'renewed', ARGV[FIRST])
   if ARGV[FIRST + 1] == '1' then redis.call('HSET', record, 'renewed_ms', string.format('%.0f', now_ms)) end
   return {'ok'}

@@ -201,6 +201,13 @@ def test_fields(fields: Any, made: dict[str, Any]) -> None:
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low", "enable_thinking": True}),
         ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"chat_template_kwargs": {"style": "dry"}}, {"style": "dry"}),
+        (
+            {
+                "output_config": {"effort": "low"},
+                "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": False},
+            },
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
     ],
 )
 def test_a_prompt_is_counted_with_the_settings_with_which_it_is_rendered(fields: Any, settings: Any) -> None:

@@ -34,6 +34,7 @@ class Unread(Mapping[str, Any]):
         ([{"content": [{"type": "text", "text": "x" * 101}]}], 100, True),
         ([{"tool_calls": [{"function": {"arguments": {"y" * 101: None}}}]}], 100, True),
         ([None, 1, 2.5, True], 100, False),
+        ([{"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}], 100, True),
     ],
 )
 def test_the_bytes_of_all_texts_count(value: Any, most: int, may: bool) -> None:

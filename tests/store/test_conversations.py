@@ -144,6 +144,19 @@ async def test_responses_whose_renewal_failed_are_renewed_at_the_next_use(store:
     assert [(await store.load("a", "c")).renewed for _ in range(2)] == [1, 1]
 
 
+async def test_where_memory_is_short_a_conversation_can_be_read(
+    store: ConversationStore, direct: redis.asyncio.Redis
+) -> None:
+    await store.create("a", "c", 0.0, b"", [b"1", b"2"])
+    await direct.config_set("maxmemory", 1)
+    found = await store.load("a", "c")
+    assert found is not None and found.renewed == 0
+    assert await store.renewed("a", "c", 2, is_all=True) is Written.OK
+    await direct.config_set("maxmemory", 0)
+    found = await store.load("a", "c")
+    assert found is not None and found.renewed == 2
+
+
 async def test_without_redis_a_call_raises(store: ConversationStore, server: EmbeddedRedis) -> None:
     await store.create("a", "c", 0.0, b"", [])
     kill(server)
