@@ -347,20 +347,21 @@ class RunStore(RedisStore):
                 return AlreadyThere(_plain(run_id), same_body=bool(same))
         return None
 
-    async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
+    async def delete(self, run_id: str, *, unless_keyed: bool = False, may_return: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.
 
-        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again.
-        Return False if the run is unknown, or is kept.
+        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again,
+        unless ``may_return`` is set. Return False if the run is unknown, or is kept.
 
         Args:
             run_id: the run.
             unless_keyed: whether a run with an idempotency key is kept, since its request may come again.
+            may_return: whether it may be created again at once.
 
         Raises:
             RunOpen: the run is not closed.
         """
-        answer = await self._call("delete", [quoted(run_id), int(unless_keyed)], bytes)
+        answer = await self._call("delete", [quoted(run_id), int(unless_keyed), int(may_return)], bytes)
         if answer == b"open":
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
