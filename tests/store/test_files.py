@@ -1,9 +1,10 @@
-"""Files of a tenant that are more than a page of the store's list, or that nobody completed."""
+"""Files of a tenant that are more than a page of the store's list, that are damaged, or that nobody completed."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
+import redis.asyncio
 
 from cluster.core.clock import ManualClock
 from cluster.core.errors import RunLeaseLost
@@ -23,6 +24,21 @@ async def test_files_beyond_a_page_are_listed_and_count(server: EmbeddedRedis, m
     assert [file.id for file in await store.listed("tenant")] == [f"file-{number}" for number in range(6, -1, -1)]
     assert await store.reserved_bytes("tenant") == (7, 70)
     assert await store.listed("another") == []
+    await store.close()
+
+
+async def test_files_behind_a_page_of_damaged_ones_are_listed_and_count(
+    server: EmbeddedRedis, direct: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_LISTED", 3)
+    store = FileStore(server.url, owner="a", timeout_s=PATIENT_S, clock=ManualClock())
+    for number in range(9):
+        file = StoredFile(f"file-{number}", "tenant", "in.jsonl", "batch", 10, created_s=0.0, expires_s=3600.0)
+        await store.write(file, [b"0123456789"])
+    for number in (1, 2, 3, 4, 5, 8):
+        await direct.hset(f"caesura:v1:{{files}}:run:file-{number}", "labels", "no JSON")
+    assert [file.id for file in await store.listed("tenant")] == ["file-7", "file-6", "file-0"]
+    assert await store.reserved_bytes("tenant") == (3, 30)
     await store.close()
 
 

@@ -362,7 +362,7 @@ function operations.secret()
   return is_run(ARGV[1]) and get(ARGV[1], 'secret') or {}
 end
 
--- KEYS[1]: the index. ARGV: how many, the creation that all are before. Answers: ids with heads.
+-- KEYS[1]: the index. ARGV: how many, the creation that all are before. Answers: ids with heads and creations.
 function operations.list()
   local index, most, kept = KEYS[1], tonumber(ARGV[1]), {}
   if not is(index, 'zset') then return kept end
@@ -371,7 +371,7 @@ function operations.list()
     if #ids == 0 then return kept end
     for _, id in ipairs(ids) do
       if is_run(id) then
-        kept[#kept + 1] = {id, head(id)}
+        kept[#kept + 1] = {id, head(id), redis.call('ZSCORE', index, id)}
         if #kept == most then return kept end
       else
         redis.call('ZREM', index, id)

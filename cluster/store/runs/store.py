@@ -308,7 +308,9 @@ class RunStore(RedisStore):
     async def runs(
         self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
     ) -> list[RunHead]:
-        """List the runs of a tenant, or of one of its programs, the newest first.
+        """List the runs of a tenant, or of one of its programs, the newest first, without those that are damaged.
+
+        It is empty only where none is left.
 
         Args:
             tenant: the tenant's name.
@@ -320,15 +322,18 @@ class RunStore(RedisStore):
         most = min(limit, MAX_LISTED)
         if most <= 0:
             return []
-        arguments = [most, "+inf" if before is None else f"({round(before * 1e6)}"]
-        answer = await self._call("list", arguments, list[tuple[bytes, _Head]], key=self._space + name)
-        heads = []
-        for run_id, fields in answer:
-            try:
-                heads.append(_head(_plain(run_id), fields))
-            except msgspec.ValidationError:
-                self.failures[StoreFailure.CORRUPT] += 1
-        return heads
+        heads: list[RunHead] = []
+        bound = "+inf" if before is None else f"({round(before * 1e6)}"
+        while True:
+            answer = await self._call("list", [most, bound], list[tuple[bytes, _Head, bytes]], key=self._space + name)
+            for run_id, fields, _ in answer:
+                try:
+                    heads.append(_head(_plain(run_id), fields))
+                except msgspec.ValidationError:
+                    self.failures[StoreFailure.CORRUPT] += 1
+            if heads or len(answer) < most:
+                return heads
+            bound = f"({answer[-1][2].decode()}"
 
     async def keyed(self, tenant: str, key: str) -> str | None:
         """Return the id of the run with this idempotency key; None: there is none."""
