@@ -136,7 +136,7 @@ class ProgramTurns:
         identity: str | None,
         continuation: Continuation | None,
         watch: Watch,
-        answers: Sequence[int] | None = (),
+        answers: Sequence[int] | None = None,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Yield one TurnBegan, TurnDeltas and one TurnDone, or an HttpError at the end. Closing it aborts the turn.
 

@@ -262,7 +262,7 @@ class ProgramServer(LLMServer):
         continuation: Continuation | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
-        answers: Sequence[int] | None = (),
+        answers: Sequence[int] | None = None,
         *,
         record: bool = False,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:

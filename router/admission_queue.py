@@ -112,7 +112,7 @@ class AdmissionQueue:
         self._sheddable: dict[int, Waiter] = {}
         self._reserved: Waiter | None = None
         self._round = 1
-        self._has_admitted = False
+        self._is_new_round_due = True
         self._admissions = self._measured_s = self._measured_at_s = 0.0
 
     def __len__(self) -> int:
@@ -202,17 +202,17 @@ class AdmissionQueue:
         tenant.served_s += waiter.work_s / tenant.weight
         self._measure(now_s)
         self._admissions += 1
-        self._has_admitted = True
+        self._is_new_round_due = True
         return self.drop(waiter)
 
     def room_grew(self) -> None:
-        """A program has ended: its room is due to the first tenants, whoever was tried while there was none.
+        """A program has left its replica: its room is due to the first tenants, whoever was tried while there was none.
 
         If nothing was admitted since the last time, the round goes on: what waits first does not fit, and what waits
         last would never be tried.
         """
-        self._round += self._has_admitted
-        self._has_admitted = False
+        self._round += self._is_new_round_due
+        self._is_new_round_due = False
 
     def drop(self, waiter: Waiter) -> dict[str, TurnRequest]:
         """The program no longer waits, without an admission by this queue. Returns its turns."""
@@ -306,6 +306,7 @@ class AdmissionQueue:
     def _join(self, request: TurnRequest, now_s: float, work_s: float, on_time_until_s: float) -> Waiter:
         if not self._waiters:
             self._measured_at_s = now_s
+            self._is_new_round_due = True
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             tenant = self._tenants[request.tenant] = _Tenant(

@@ -145,8 +145,8 @@ class PlacementEngine:
     def forget(self, key: str, now_s: float) -> None:
         """The program has ended."""
         self._time(now_s)
-        self._state.forget(key)
-        self._queue.room_grew()
+        if self._state.forget(key):
+            self._queue.room_grew()
 
     @property
     def waiting(self) -> int:
@@ -169,7 +169,8 @@ class PlacementEngine:
 
     def _withdraw(self, turn_id: str, context_tokens: int | None, now_s: float) -> None:
         self._queue.remove(turn_id)
-        self._state.end(turn_id, context_tokens, now_s)
+        if self._state.end(turn_id, context_tokens, now_s):
+            self._queue.room_grew()
         if self._ready:
             self._ready = [one for one in self._ready if one[0] != turn_id]
 

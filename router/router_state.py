@@ -439,11 +439,11 @@ class RouterState:
             lasts_s = expected.later_turns * self.workload.pause_s + expected.outputs * step_s
             self.demand.program(now_s, work_s + later_s, lasts_s)
 
-    def end(self, turn_id: str, context_tokens: int | None, now_s: float) -> None:
-        """A turn that was sent is over; other ids are ignored."""
+    def end(self, turn_id: str, context_tokens: int | None, now_s: float) -> bool:
+        """A turn that was sent is over; other ids are ignored. Return whether its program has left its replica."""
         record = self._turns.pop(turn_id, None)
         if record is None:
-            return
+            return False
         turn = record.in_flight.pop(turn_id)
         turn.replica.end(turn_id)
         record.last_s = now_s
@@ -451,24 +451,23 @@ class RouterState:
         record.context_tokens = max(0, known)
         record.ended_number = record.replica.number if record.replica is turn.replica else None
         record.replica.recount(record)
-        if record.final and not record.in_flight:
-            self.forget(record.key)
+        return record.final and self.forget(record.key)
 
-    def forget(self, key: str) -> None:
-        """The program has ended: now, or with its turns in flight."""
+    def forget(self, key: str) -> bool:
+        """The program has ended: now, or with its turns in flight. Return whether it has left its replica."""
         record = self._programs.get(key)
         if record is None:
-            return
+            return False
         record.final = True
         if record.in_flight:
-            return
+            return False
         del self._programs[key]
         record.replica.depart(record)
-        if record.parent_key is None:
-            return
-        self._siblings[record.parent_key] -= 1
-        if not self._siblings[record.parent_key]:
-            del self._siblings[record.parent_key]
+        if record.parent_key is not None:
+            self._siblings[record.parent_key] -= 1
+            if not self._siblings[record.parent_key]:
+                del self._siblings[record.parent_key]
+        return True
 
     def check_integrity(self) -> None:
         """Check programs, turns in flight and replicas against each other.

@@ -190,7 +190,7 @@ class BatchTask:
         if file is None or pieces is None or await self._files.find(file.tenant, file.id) is not None:
             self._input_lost = False
             return
-        with contextlib.suppress(RunLeaseLost):  # another batch with this input writes it
+        with contextlib.suppress(RunLeaseLost):  # another batch with this input writes it, or it was deleted
             await self._files.write(file, pieces)
 
     # --- lines --------------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class ProgramRunner:
         self._working: dict[str, asyncio.Task[None]] = {}
         self._background = SupervisedTasks(name, clock)
         self._attending = False
+        self._is_closing = False
         self._leaves_abandoned = False
         """Whether `abandon` does nothing."""
         self._starting: list[str] = []
@@ -160,8 +161,10 @@ class ProgramRunner:
     async def aclose(self) -> None:
         """Stop the work on all runs, and then give them up, so that other runners can continue them at once.
 
-        Turns in progress are stopped, since the next runner asks them again. Tools in progress go on for it.
+        Turns in progress are stopped, since the next runner asks them again. Tools in progress go on for it. No run is
+        begun from now on.
         """
+        self._is_closing = True
         await self._background.aclose()
         working = dict(self._working)
         for run_id in working:
@@ -184,7 +187,7 @@ class ProgramRunner:
         admit: Callable[[], Awaitable[object]] | None = None,
         is_repeated: bool = False,
     ) -> Started:
-        """Accept a run and begin to work on it.
+        """Accept a run and begin to work on it. One that the store accepts while this runner closes is left to others.
 
         Args:
             spec: the specification of the run.
@@ -198,8 +201,8 @@ class ProgramRunner:
             is_repeated: whether the run is requested again if it is not accepted, as a line of a batch is.
 
         Raises:
-            Overloaded: nothing was accepted, because too many runs are open, or the store cannot be reached. It is
-                TooManyRequests if too many runs of the tenant are open.
+            Overloaded: nothing was accepted, because too many runs are open, the store cannot be reached, or this
+                runner closes. It is TooManyRequests if too many runs of the tenant are open.
             IdempotencyConflict: the key was used with another body.
         """
         watch = RunWatch(self._turns, spec, arrived_s, self._clock, is_repeated=is_repeated)
@@ -217,6 +220,10 @@ class ProgramRunner:
                 await self._admitted(spec.id, admit)
         finally:
             self._starting.remove(spec.tenant)
+        if self._is_closing:
+            with contextlib.suppress(RunStoreUnavailable):
+                await self._store.release([spec.id])
+            return Started(spec.id, new=True)
         self.counters["started"] += 1
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
@@ -227,6 +234,8 @@ class ProgramRunner:
         Raises:
             Overloaded: it may not, see `start`.
         """
+        if self._is_closing:
+            raise self._refusal(Overloaded, "this ingress is being stopped", watch, OVERLOAD)
         open_runs = self.open_runs + len(self._starting)
         if open_runs >= self._config.programs.max_open:
             raise self._refusal(Overloaded, f"{open_runs} programs are in flight", watch, OVERLOAD)

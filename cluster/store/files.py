@@ -148,9 +148,12 @@ class FileStore:
         await self._logs.close()
 
     async def _discard(self, file_id: str, length: int) -> None:
-        """Delete a file that is not complete. ``length``: entries of its log."""
+        """Delete a file that is not complete. ``length``: entries of its log.
+
+        It may be written again at once: a batch does so with its input, where the store has lost it.
+        """
         await self._logs.append(file_id, length, [], final=True)
-        await self.delete(file_id)
+        await self._logs.delete(file_id, may_return=True)
 
     async def _heads(self, tenant: str) -> list[RunHead]:
         """Return all files of a tenant, the newest first, with those that are not complete."""

@@ -22,7 +22,7 @@ from cluster.responses.conversation_entries import added
 from cluster.responses.input_items import ITEM_TYPES, Message
 from cluster.responses.spec import RunRequest
 from cluster.store import conversations as stored_conversations
-from cluster.store.client import StoreMemory
+from cluster.store.client import StoreFailure, StoreMemory, StoreUnavailable
 from tests.programs.response_site import known, openai, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -34,6 +34,10 @@ LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object"
 
 def user(text: str) -> Any:
     return {"type": "message", "role": "user", "content": text}
+
+
+async def unavailable(*_arguments: Any, **_options: Any) -> None:
+    raise StoreUnavailable(StoreFailure.TIMEOUT)
 
 
 class Site:
@@ -98,6 +102,26 @@ async def test_the_responses_of_a_conversation_in_use_are_kept_as_long_as_it_is(
     await direct.aclose()
     await there.respond(conversation=made.id, input="Who am I?")
     assert [text for _, text in there.seen()] == ["I am Ada.", "hello", "Who am I?"]
+
+
+@pytest.mark.parametrize("failing", ["memory", "renewal"])
+async def test_a_conversation_is_read_although_its_responses_cannot_be_renewed(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    there = Site(runners, (says("hello"),))
+    made = await there.client.conversations.create()
+    await there.respond(conversation=made.id, input="I am Ada.")
+    await until(lambda: not there.runner.open_runs)
+    direct = redis.asyncio.from_url(runners.url)
+    if failing == "memory":
+        await direct.config_set("maxmemory", 1)
+    else:
+        monkeypatch.setattr(stored_conversations.ConversationStore, "renewed", unavailable)
+    try:
+        assert len(await there.items(made.id)) == 2
+    finally:
+        await direct.config_set("maxmemory", 0)
+        await direct.aclose()
 
 
 async def test_a_response_in_progress_is_renewed_at_the_first_use_after_its_end(runners: Runners) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import RunStoreUnavailable
+from cluster.core.errors import Overloaded, RunStoreUnavailable
 from cluster.core.tools import Outcome, ToolCall, ToolResult
 from cluster.runs.events import Accepted, LateAnswer, encode
 from cluster.runs.runner import ProgramRunner
@@ -229,3 +229,31 @@ async def test_a_runner_that_closes_stops_its_turns_before_another_one_has_the_r
     second = runners(ScriptedReplicas([says("whole", first_id=200)]))
     second.attend()
     assert outcome(await ended(second, "stopped")).status == "completed"
+
+
+async def test_a_run_that_the_store_accepts_while_its_runner_closes_is_given_up_too(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created, gate = asyncio.Event(), asyncio.Event()
+    first = runners(ScriptedReplicas([[asyncio.Event()]]))
+    create = first._store.create
+
+    async def slowly(*arguments: Any) -> Any:
+        answer = await create(*arguments)
+        created.set()
+        await gate.wait()
+        return answer
+
+    monkeypatch.setattr(first._store, "create", slowly)
+    starting = asyncio.create_task(first.start(spec("late")))
+    await created.wait()
+    await first.aclose()
+    gate.set()
+    assert (await starting).new
+    assert first.open_runs == 0
+    assert await first._store.redis.hget("caesura:v1:{runs}:run:late", "owner") == b""
+    with pytest.raises(Overloaded):
+        await first.start(spec("later"))
+    second = runners(ScriptedReplicas([says("done", first_id=200)]))
+    second.attend()
+    assert outcome(await ended(second, "late")).status == "completed"

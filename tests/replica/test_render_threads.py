@@ -1,5 +1,6 @@
 """Which prompts are large, and in which thread they are rendered."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
 from cluster.core.interpreter import SWITCH_S, computing
 from cluster.http.fair_thread import SHORT_BYTES, FairThread
-from replicas.render_threads import LARGE, RenderThreads, _whose, is_large, reading
+from replicas.render_threads import LARGE, RenderThreads, _is_spare, _whose, is_large, reading
 from replicas.server import ProgramServer
 from replicas.vllm_patches import share_rendering
 
@@ -53,19 +54,19 @@ def test_a_prompt_is_large_by_its_parts_and_its_text(body: dict[str, Any], large
     assert is_large(body) is large
 
 
-async def test_the_early_prompt_of_a_program_is_its_tenants_and_has_a_size() -> None:
-    whose: list[tuple[str, bool]] = []
+async def test_the_early_prompt_of_a_program_is_its_tenants_has_a_size_and_waits_for_those_of_turns() -> None:
+    whose: list[tuple[str, bool, bool]] = []
 
     class Prompts:
         async def send(self, key: str, body: Mapping[str, Any], continuation: None) -> None:
-            whose.append(_whose.get())
+            whose.append((*_whose.get(), _is_spare.get()))
 
     server: Any = ProgramServer.__new__(ProgramServer)
     server._early_prompts = Prompts()
     for text in ("hi", "x" * LARGE):
         body = {"messages": [{"role": "tool", "content": text}]}
-        assert await server.extend("acme/program", body, None) == (None, None)
-    assert whose == [("acme", False), ("acme", True)]
+        assert await asyncio.create_task(server.extend("acme/program", body, None)) == (None, None)
+    assert whose == [("acme", False, True), ("acme", True, True)]
 
 
 def test_a_small_prompt_does_not_wait_for_large_ones() -> None:

@@ -127,6 +127,27 @@ def test_programs_that_do_not_fit_do_not_change_the_shares_of_the_tenants_after_
     assert Counter(key.split(".")[0] for key in site.order) == {f"t{number}": 5 for number in range(17)} | {"t17": 15}
 
 
+@pytest.mark.parametrize("how", ["end", "last turn", "end before the last turn"])
+def test_the_first_room_is_due_to_the_first_tenant_whose_program_fits(how: str) -> None:
+    """However a program ends, and whoever was tried while there was no room."""
+    site = Site(stale_s=1e6, max_wait_s=1e9, aged_share=1e-9)
+    for key in ("x", "y"):
+        site.come(key, tenant="runs", last=how == "last turn")
+    for tenant in range(12):
+        for number in range(LOOKAHEAD):
+            assert site.come(f"t{tenant}.{number}", 2 * HALF if tenant < 2 else HALF, tenant=f"t{tenant}") == Wait()
+    for ending, first in (("x", "t2.0"), ("y", "t3.0")):
+        if how == "end before the last turn":
+            site.engine.forget(ending, site.now_s)
+        for _ in range(3):
+            assert site.admit() == []
+        if how == "end":
+            site.end(ending)
+        else:
+            site.engine.ended(f"turn of {ending}", site.now_s, context_tokens=0)
+        assert site.admit() == [first]
+
+
 def test_a_program_that_fits_is_found_behind_many_tenants_whose_programs_do_not() -> None:
     """Also if programs end before all tenants were tried."""
     site = Site(stale_s=1e6, max_wait_s=1e9, aged_share=1e-9)

@@ -104,7 +104,7 @@ local function is_gone(id) return redis.call('EXISTS', space .. 'gone:' .. id) =
 -- The caller has written something before, so that Redis does not refuse it.
 local function mark_gone(id) redis.call('SET', space .. 'gone:' .. id, '1', 'PX', GONE_MS) end
 
-local function remove(id)
+local function remove(id, may_return)
   local there = get(id, 'idempotency', 'tenant', 'program')
   redis.call('DEL', space .. 'run:' .. id, space .. 'log:' .. id)
   if there[1] and is(there[1], 'hash') and redis.call('HGET', there[1], 'run') == id then
@@ -116,7 +116,7 @@ local function remove(id)
   if is(space .. 'ended', 'zset') then
     redis.call('ZREM', space .. 'ended', there[2] .. '/' .. there[3] .. '/' .. id)
   end
-  mark_gone(id)
+  if not may_return then mark_gone(id) end
 end
 
 -- A request with an idempotency key has come again, for which the run `id` may be. Returns its earlier run and whether
@@ -362,7 +362,7 @@ function operations.secret()
   return is_run(ARGV[1]) and get(ARGV[1], 'secret') or {}
 end
 
--- KEYS[1]: the index. ARGV: how many, the creation that all are before. Answers: ids with heads.
+-- KEYS[1]: the index. ARGV: how many, the creation that all are before. Answers: ids with heads and creations.
 function operations.list()
   local index, most, kept = KEYS[1], tonumber(ARGV[1]), {}
   if not is(index, 'zset') then return kept end
@@ -371,7 +371,7 @@ function operations.list()
     if #ids == 0 then return kept end
     for _, id in ipairs(ids) do
       if is_run(id) then
-        kept[#kept + 1] = {id, head(id)}
+        kept[#kept + 1] = {id, head(id), redis.call('ZSCORE', index, id)}
         if #kept == most then return kept end
       else
         redis.call('ZREM', index, id)
@@ -380,17 +380,17 @@ function operations.list()
   end
 end
 
-local function delete(id, unless_keyed)
+local function delete(id, unless_keyed, may_return)
   if not is_run(id) then return 'unknown' end
   local there = get(id, 'closed', 'idempotency')
   if not there[1] then return 'open' end
   if unless_keyed and there[2] then return 'kept' end
-  remove(id)
+  remove(id, may_return)
   return 'ok'
 end
 
--- ARGV: id, 1 to keep a run with an idempotency key. Answers: how it went.
-function operations.delete() return delete(ARGV[1], ARGV[2] == '1') end
+-- ARGV: id, 1 to keep a run with an idempotency key, 1 if it may be created again. Answers: how it went.
+function operations.delete() return delete(ARGV[1], ARGV[2] == '1', ARGV[3] == '1') end
 
 -- ARGV: TENANT/KEY, the body's fingerprint. Answers: nothing, or the run of this request and whether its body is the same.
 function operations.repeated() return came_again(space .. 'idempotency:' .. ARGV[1], ARGV[2]) or {} end

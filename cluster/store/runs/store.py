@@ -308,7 +308,9 @@ class RunStore(RedisStore):
     async def runs(
         self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
     ) -> list[RunHead]:
-        """List the runs of a tenant, or of one of its programs, the newest first.
+        """List the runs of a tenant, or of one of its programs, the newest first, without those that are damaged.
+
+        It is empty only where none is left.
 
         Args:
             tenant: the tenant's name.
@@ -320,15 +322,18 @@ class RunStore(RedisStore):
         most = min(limit, MAX_LISTED)
         if most <= 0:
             return []
-        arguments = [most, "+inf" if before is None else f"({round(before * 1e6)}"]
-        answer = await self._call("list", arguments, list[tuple[bytes, _Head]], key=self._space + name)
-        heads = []
-        for run_id, fields in answer:
-            try:
-                heads.append(_head(_plain(run_id), fields))
-            except msgspec.ValidationError:
-                self.failures[StoreFailure.CORRUPT] += 1
-        return heads
+        heads: list[RunHead] = []
+        bound = "+inf" if before is None else f"({round(before * 1e6)}"
+        while True:
+            answer = await self._call("list", [most, bound], list[tuple[bytes, _Head, bytes]], key=self._space + name)
+            for run_id, fields, _ in answer:
+                try:
+                    heads.append(_head(_plain(run_id), fields))
+                except msgspec.ValidationError:
+                    self.failures[StoreFailure.CORRUPT] += 1
+            if heads or len(answer) < most:
+                return heads
+            bound = f"({answer[-1][2].decode()}"
 
     async def keyed(self, tenant: str, key: str) -> str | None:
         """Return the id of the run with this idempotency key; None: there is none."""
@@ -347,20 +352,21 @@ class RunStore(RedisStore):
                 return AlreadyThere(_plain(run_id), same_body=bool(same))
         return None
 
-    async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
+    async def delete(self, run_id: str, *, unless_keyed: bool = False, may_return: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.
 
-        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again.
-        Return False if the run is unknown, or is kept.
+        For ten minutes nobody can create it again, so that a former owner does not take it for lost and do it again,
+        unless ``may_return`` is set. Return False if the run is unknown, or is kept.
 
         Args:
             run_id: the run.
             unless_keyed: whether a run with an idempotency key is kept, since its request may come again.
+            may_return: whether it may be created again at once.
 
         Raises:
             RunOpen: the run is not closed.
         """
-        answer = await self._call("delete", [quoted(run_id), int(unless_keyed)], bytes)
+        answer = await self._call("delete", [quoted(run_id), int(unless_keyed), int(may_return)], bytes)
         if answer == b"open":
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
