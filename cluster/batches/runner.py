@@ -387,6 +387,8 @@ class BatchRunner:
             self._begin(*found)
             if (task := self._tasks[name]).progress.closing is not None:  # the earlier ingress may not have come so far
                 self._stop_lines(task.batch, task.left_by_others())
+            elif self._wall() >= task.batch.expires_s:  # at once, so that no line begins
+                self._close(task, "expired")
 
     async def _log(self, name: str) -> tuple[Batch, Progress, list[BatchEvent]] | None:
         """Return a batch with its log; None: it is not in the store.
