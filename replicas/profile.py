@@ -43,7 +43,7 @@ class StepSample:
     """The measured time of one kind of iteration."""
 
     tokens: int
-    """Scheduled tokens."""
+    """Tokens that the step computes, of all its sequences together."""
     context: int
     """Sum of the sequences' lengths after the step, in tokens."""
     sequences: int

@@ -126,7 +126,7 @@ class _Node:
     last_end_s: float | None = None
     """Time at which the last child of this pause ended. None: none has."""
     turn_ids: set[str] = field(default_factory=set)
-    """Turns in flight."""
+    """Ids of the turns that have arrived and have not ended."""
     arrivals: int = 0
     """Number of turns that have arrived."""
     left: tuple[str, int] | None = None

@@ -407,7 +407,7 @@ class _Paused:
         """Expected tokens to compute for programs that are back within each of HORIZONS_S."""
 
     def add(self, program: ProgramState) -> None:
-        """Add one program."""
+        """Count a program: its KV memory, when it is expected back, and the tokens that it will need then."""
         scheduler, key, context_tokens = self._scheduler, program.key, max(1, program.context_tokens)
         prefix = scheduler.cached_prefixes.get(key)
         held = scheduler.holds.get(key)

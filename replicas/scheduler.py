@@ -248,7 +248,7 @@ class AgentScheduler(LoadingScheduler):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step."""
+        """Choose what the next step computes: end expired holds, order the waiting turns, and let vLLM schedule."""
         self.expire_holds(self._now_s())
         self.swapping.step()
         self.views.load = self.load_now()

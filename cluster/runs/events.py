@@ -333,4 +333,4 @@ def require_encodable(spec: RunSpec) -> None:
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body has a field of a wrong type: {error}") from error
     if not all(isinstance(message, dict) for message in spec.messages):
-        raise BadRequest("the body has a message that is no object: messages")
+        raise BadRequest("each of the messages must be an object", param="messages")

@@ -37,6 +37,17 @@ def full_site(tenants: int, waiting: int, **settings: Any) -> Site:
     return site
 
 
+def admissions(site: Site, number: int) -> Counter[str]:
+    """End programs one by one, with looks without room in between. How many programs of each tenant are admitted."""
+    for _ in range(number):
+        for _ in range(3):
+            assert site.admit() == []
+        site.now_s += 1.0
+        site.end(next(iter(site.living)))
+        assert len(site.admit()) == 1
+    return Counter(key.split(".")[0] for key in site.order)
+
+
 def test_a_tenant_that_is_admitted_out_of_turn_does_not_hold_up_those_who_come_later() -> None:
     """The children of a living program go before all others, and their work is counted to their tenant alone."""
     site = Site(stale_s=1e6, aged_share=1e-9)
@@ -100,13 +111,7 @@ def test_a_few_tenants_are_all_tried_each_time(tried: Tried) -> None:
 def test_of_many_tenants_the_least_served_gets_the_room_whoever_was_tried_before() -> None:
     """With one of them at three times the weight of each other. Looks in between, without room, change nothing."""
     site = full_site(tenants=20, waiting=20, tenant_weights={"t19": 3.0})
-    for _ in range(5 * 22):
-        for _ in range(3):
-            assert site.admit() == []
-        site.now_s += 1.0
-        site.end(next(iter(site.living)))
-        assert len(site.admit()) == 1
-    assert Counter(key.split(".")[0] for key in site.order) == {f"t{number}": 5 for number in range(19)} | {"t19": 15}
+    assert admissions(site, 5 * 22) == {f"t{number}": 5 for number in range(19)} | {"t19": 15}
 
 
 def test_programs_that_do_not_fit_do_not_change_the_shares_of_the_tenants_after_them() -> None:
@@ -118,13 +123,7 @@ def test_programs_that_do_not_fit_do_not_change_the_shares_of_the_tenants_after_
             assert site.come(f"{tenant}.{number}", 150_000, tenant=tenant) == Wait()
         for other in range(18):
             assert site.come(f"t{other}.{number}", tenant=f"t{other}") == Wait()
-    for _ in range(5 * 20):
-        for _ in range(3):
-            assert site.admit() == []
-        site.now_s += 1.0
-        site.end(next(iter(site.living)))
-        assert len(site.admit()) == 1
-    assert Counter(key.split(".")[0] for key in site.order) == {f"t{number}": 5 for number in range(17)} | {"t17": 15}
+    assert admissions(site, 5 * 20) == {f"t{number}": 5 for number in range(17)} | {"t17": 15}
 
 
 @pytest.mark.parametrize("how", ["end", "last turn", "end before the last turn"])
